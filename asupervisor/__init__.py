@@ -1,0 +1,1 @@
+"""Asyncio-native supervised sessions for TensorFlow graph training."""

@@ -1,0 +1,1 @@
+"""The checkpoint directory as a database: snapshot, writer, catalogue, retention."""

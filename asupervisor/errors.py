@@ -1,0 +1,213 @@
+"""Every exception that asupervisor raises of its own accord.
+
+::
+
+    SupervisorError
+    ├── StopRequested            a wait was ended by a requested stop (a clean end, not a failure)
+    ├── StopGraceExceeded        something did not end within its grace          (also RuntimeError)
+    ├── SessionClosed            the session is closed: you closed it            (also RuntimeError)
+    ├── SessionActive            one supervisor, two sessions at once            (also RuntimeError)
+    ├── WrongEventLoop           used from a loop that does not own the object   (also RuntimeError)
+    ├── SessionNotReady          the model did not become ready in time          (also TimeoutError)
+    ├── LogdirNotWritable        the log directory cannot be written             (also OSError)
+    ├── LogdirInUse              another chief writes into this log directory
+    ├── CheckpointError          something about a checkpoint
+    │   ├── CheckpointDamaged    its files are truncated, altered or missing
+    │   ├── CheckpointMismatch   its contents do not fit this model
+    │   └── CheckpointNotRestored  the directory holds checkpoints that this run did not restore
+    ├── StepOutcomeUnknown       a step may or may not have been applied
+    └── RecoveryExhausted        the recovery budget is used up
+
+The facts stay on the object; the message is built from them. TensorFlow's own errors are never wrapped: they
+leave as the same object with the same traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SupervisorError(Exception):
+    """The root of asupervisor's own exceptions."""
+
+
+class StopRequested(SupervisorError):
+    """A wait ended because a stop was requested; a clean end, not a failure.
+
+    Raised where an operation cannot go on after `request_stop()`: entering a session whose start was aborted,
+    a stream or a wait that the stop ended.
+    """
+
+    def __init__(self, what: str = "the operation") -> None:
+        self.what = what
+        super().__init__(f"{what} ended because a stop was requested")
+
+
+class StopGraceExceeded(SupervisorError, RuntimeError):
+    """Services were still running when their grace was over.
+
+    Args:
+        services: Names of what did not end, in alphabetical order; a call that occupies a thread is named with
+            the function it is in.
+        grace_secs: The grace that they were given, in seconds.
+        stack: Formatted stack of the thread that is still busy, or an empty string.
+    """
+
+    def __init__(self, services: Sequence[str], grace_secs: float, stack: str = "") -> None:
+        self.services = tuple(services)
+        self.grace_secs = grace_secs
+        self.stack = stack
+        message = (
+            f"threads still running after the stop, with {grace_secs:g} s of grace: {' '.join(self.services)}. "
+            "Let them poll should_stop(), or raise stop_grace_secs."
+        )
+        super().__init__(f"{message}\nThe busy thread is here:\n{stack}" if stack else message)
+
+
+class SessionClosed(SupervisorError, RuntimeError):
+    """The session was used after it was closed."""
+
+    def __init__(self, session: str = "session") -> None:
+        self.session = session
+        super().__init__(f"{session} is closed. Enter managed_session() again to get a new one.")
+
+
+class SessionActive(SupervisorError, RuntimeError):
+    """A supervisor was asked for a second session while its first one is active."""
+
+    def __init__(self, supervisor: str) -> None:
+        self.supervisor = supervisor
+        super().__init__(
+            f"{supervisor} already has an active session. Close it first, or make a second Supervisor: "
+            "several can share one graph."
+        )
+
+
+class WrongEventLoop(SupervisorError, RuntimeError):
+    """An object that belongs to one event loop was used from another one, or from no loop at all."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what = what
+        self.remedy = remedy
+        super().__init__(f"{what}. {remedy}")
+
+
+class SessionNotReady(SupervisorError, TimeoutError):
+    """The model did not become ready in time.
+
+    Where TensorFlow is loaded, the instances that are raised are `tf.errors.DeadlineExceededError` as well.
+
+    Args:
+        variables: What is missing: names of uninitialised variables, or the ready check's own words.
+        waited_secs: For how long it was waited, in seconds.
+        what: What was waited for.
+    """
+
+    def __init__(self, variables: Sequence[str], waited_secs: float, what: str = "Session") -> None:
+        self.variables = tuple(variables)
+        self.waited_secs = waited_secs
+        missing = f" Not ready: {', '.join(self.variables)}." if self.variables else ""
+        super().__init__(
+            f"{what} was not ready after waiting {waited_secs:g} secs.{missing} "
+            "A non-chief waits for its chief to initialise the model: is the chief running?"
+        )
+
+
+class LogdirNotWritable(SupervisorError, OSError):
+    """The log directory cannot be created or written."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(
+            f"logdir {path!r} cannot be written: {reason}. Choose another logdir, or pass logdir=None to train "
+            "without checkpoints and summaries."
+        )
+
+
+class LogdirInUse(SupervisorError):
+    """Another chief holds the lock on this log directory."""
+
+    def __init__(self, path: str, host: str, pid: int | None) -> None:
+        self.path = path
+        self.host = host
+        self.pid = pid
+        holder = f"process {pid} on {host}" if pid is not None else "another process"
+        super().__init__(
+            f"logdir {path!r} is in use by {holder}. Two chiefs would delete each other's checkpoints: stop the "
+            "other one, run a single worker process, or give each its own logdir."
+        )
+
+
+class CheckpointError(SupervisorError):
+    """The root of errors about checkpoints."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """The files of a checkpoint are truncated, altered or missing."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"checkpoint {path!r} is damaged: {reason}")
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint does not fit this model: other variables, shapes or dtypes.
+
+    Args:
+        path: The checkpoint's prefix.
+        missing: Variables of the model that the checkpoint does not hold.
+        unexpected: Variables of the checkpoint that the model does not have.
+        different: Variables whose shape or dtype differs, in words, both sides named.
+    """
+
+    def __init__(self, path: str, missing: Sequence[str], unexpected: Sequence[str], different: Sequence[str]) -> None:
+        self.path = path
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.different = tuple(different)
+        lines = [f"checkpoint {path!r} does not fit this model"]
+        lines += [f"  not in the checkpoint: {name}" for name in self.missing]
+        lines += [f"  not in the model: {name}" for name in self.unexpected]
+        lines += [f"  different: {name}" for name in self.different]
+        lines.append("Give this model a logdir of its own, or restore a checkpoint of the same model.")
+        super().__init__("\n".join(lines))
+
+
+class CheckpointNotRestored(CheckpointError):
+    """A directory holds checkpoints that this run did not restore, so saving there would overwrite them."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(
+            f"logdir {path!r} holds checkpoints that were not restored: {reason}. Pass fresh_start=True to begin "
+            "at step 0 all the same, or give this run its own logdir."
+        )
+
+
+class StepOutcomeUnknown(SupervisorError):
+    """A step failed in a way that leaves open whether it was applied.
+
+    Args:
+        before: The global step before the failed call, or None if it is not known.
+        now: The global step after the recovery, or None if it is not known.
+    """
+
+    def __init__(self, before: int | None, now: int | None) -> None:
+        self.before = before
+        self.now = now
+        super().__init__(
+            f"the step may already have been applied: the global step was {before} before the failed call and is "
+            f"{now} now. Decide by these figures whether to run it again."
+        )
+
+
+class RecoveryExhausted(SupervisorError):
+    """The session was restarted as often as its recovery policy allows."""
+
+    def __init__(self, attempts: int, last: BaseException) -> None:
+        self.attempts = attempts
+        self.last = last
+        super().__init__(f"gave up after {attempts} restarts; the last error was {last!r}")

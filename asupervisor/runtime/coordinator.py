@@ -1,0 +1,554 @@
+"""The stop state that tasks and threads share.
+
+A `Coordinator` is passive: it is told that something asks for a stop, remembers the first error, wakes those who
+wait, and joins whoever registered. The task group that ends when it says so is the host's (`host.py`).
+
+The delicate part is `request_stop`: it is called from any thread, from signal handlers, and from inside code that
+holds arbitrary locks. It therefore takes no lock, does not log and touches no asyncio object but
+`loop.call_soon_threadsafe`; it appends a report to a deque, sets a flag and rings. `drain`, an ordinary callback
+on the loop thread, does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Protocol, Self, cast
+
+import anyio
+
+from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
+from asupervisor.events import EventSink, log_only
+
+ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
+
+
+class _Joinable(Protocol):
+    """What `Coordinator.join` asks of a service record."""
+
+    name: str
+    task: asyncio.Task[Any]
+
+
+Worker = threading.Thread | asyncio.Task[Any] | _Joinable
+
+
+class Report:
+    """One error as it was reported: the traceback and context are kept as they were then."""
+
+    __slots__ = ("after_stop", "context", "error", "traceback", "where")
+
+    def __init__(self, error: BaseException, where: str, after_stop: bool) -> None:
+        self.error = error
+        self.after_stop = after_stop
+        self.traceback = error.__traceback__
+        self.context = error.__context__
+        self.where = where
+
+
+class Coordinator:
+    """Coordinates the end of a set of tasks and threads.
+
+    Used passively, as TensorFlow's; or as a task group of its own::
+
+        async with Coordinator() as coord:
+            coord.start_soon(worker, coord)
+
+    in which case the block ends when the tasks have ended or a stop was requested, and the first error leaves it
+    bare, as the same object.
+
+    Differences from the original, all of them mends: an error that is reported after a clean stop is kept and
+    raised, not dropped; `request_stop` takes a fresh exception that was never raised; `stop_on_exception` lets
+    `KeyboardInterrupt`, `SystemExit` and cancellation pass; `join` does not poll, and cancels tasks that outlive
+    their grace.
+
+    Source: `tf.compat.v1.train.Coordinator`.
+
+    Args:
+        clean_stop_exception_types: Exceptions that mean a clean end; a report of one is a stop without an error.
+            None stands for TensorFlow's `OutOfRangeError`, an empty list for nothing at all.
+        consequence_types: Exceptions that are but an echo of the stop itself (a queue that the stop closed).
+            They are dropped when they are reported after a stop; before one they are errors like any other.
+        emit: Where second and later errors are told.
+    """
+
+    def __init__(
+        self,
+        clean_stop_exception_types: Iterable[type[BaseException]] | None = None,
+        *,
+        consequence_types: Iterable[type[BaseException]] = (),
+        emit: EventSink = log_only,
+    ) -> None:
+        self._clean_types = None if clean_stop_exception_types is None else tuple(clean_stop_exception_types)
+        self.consequence_types = tuple(consequence_types)
+        self._emit = emit
+        self._stop = False
+        self._joined = False
+        self._inbox: collections.deque[Report] = collections.deque()
+        self._drain_lock = threading.RLock()  # never taken by request_stop; a sink may look at us while we drain
+        self._primary: Report | None = None
+        self._secondary: list[Report] = []
+        self._clean: Report | None = None
+        self._stop_seen_at: float | None = None
+        self._registered: list[Worker] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._callbacks: list[Callable[[], None]] = []
+        self._group: Any = None
+
+    # ------------------------------------------------------------------ the stop flag
+
+    def request_stop(self, ex: BaseException | ExcInfo | None = None) -> None:
+        """Ask for a stop; with an error, report it.
+
+        The first error that is reported is the one that `join` raises. Safe in any thread and in a signal handler:
+        takes no lock, does not log. May be called any number of times.
+
+        Args:
+            ex: The reason, if it is an error: any exception instance, or an `exc_info` tuple.
+
+        Raises:
+            TypeError: `ex` is neither.
+            BaseException: `ex` itself, where the coordinator was already joined, since nobody else would see it.
+        """
+        self.report(ex, "request_stop")
+
+    def report(self, ex: BaseException | ExcInfo | None, where: str) -> None:
+        """`request_stop`, naming who reports; for services of this library."""
+        if ex is None:
+            self._set_stop()
+            return
+        report = Report(_exception_of(ex), where, self._stop)
+        if self._joined:
+            self._stop = True
+            if not isinstance(report.error, self.clean_stop_exception_types):
+                raise report.error
+            return
+        self._inbox.append(report)
+        self._set_stop()
+
+    def _set_stop(self) -> None:
+        self._stop = True
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self.drain)
+            except RuntimeError:  # the loop is closed: whoever looks next drains
+                pass
+
+    def should_stop(self) -> bool:
+        """Whether a stop was requested; any thread."""
+        return self._stop
+
+    def clear_stop(self) -> None:
+        """Forget the stop, the errors and the join: the coordinator can be used again."""
+        with self._drain_lock:
+            self._inbox.clear()
+            self._primary = self._clean = None
+            self._secondary = []
+            self._stop_seen_at = None
+            self._stop = self._joined = False
+
+    @property
+    def joined(self) -> bool:
+        """Whether `join` has ended since the last `clear_stop`."""
+        return self._joined
+
+    @property
+    def clean_stop_exception_types(self) -> tuple[type[BaseException], ...]:
+        """The exceptions that mean a clean end."""
+        if self._clean_types is not None:
+            return self._clean_types
+        # Looked up late: nobody can report TensorFlow's error before TensorFlow is loaded, and this room must not
+        # load it.
+        errors = getattr(sys.modules.get("tensorflow"), "errors", None)
+        end_of_input = getattr(errors, "OutOfRangeError", None)
+        return (StopRequested,) if end_of_input is None else (StopRequested, end_of_input)
+
+    # ------------------------------------------------------------------ reports
+
+    def drain(self) -> None:
+        """Sort the reports that came in and wake the waiters; on the loop thread, or from `join` and its kin."""
+        with self._drain_lock:
+            while self._inbox:
+                self._sort(self._inbox.popleft())
+            if not self._stop:
+                return
+            if self._stop_seen_at is None:
+                self._stop_seen_at = time.monotonic()
+        loop = self._loop
+        if loop is None or loop.is_closed() or _running_loop() is not loop:
+            return
+        for waiter in tuple(self._waiters):
+            if not waiter.done():
+                waiter.set_result(None)
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _sort(self, report: Report) -> None:
+        error = report.error
+        if any(error is known.error for known in (self._primary, *self._secondary) if known is not None):
+            return
+        if isinstance(error, self.clean_stop_exception_types):
+            if self._clean is None:
+                self._clean = report
+            self._emit("stop.clean", f"clean end, told by {report.where}: {_first_line(error)}", where=report.where)
+        elif report.after_stop and isinstance(error, self.consequence_types):
+            self._emit(
+                "stop.echo",
+                f"{report.where} ended with the stop: {_first_line(error)}",
+                level="debug",
+                where=report.where,
+            )
+        elif self._primary is None:
+            self._primary = report
+            self._emit(
+                "stop.error",
+                f"{report.where} failed, everything stops: {error!r}",
+                level="error",
+                where=report.where,
+                error=repr(error),
+            )
+        else:
+            self._secondary.append(report)
+            self._emit(
+                "stop.further_error",
+                f"{report.where} failed, too (not raised): {error!r}",
+                level="warning",
+                where=report.where,
+                error=repr(error),
+            )
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error that was reported, if any; it is what `join` raises."""
+        self.drain()
+        return None if self._primary is None else self._primary.error
+
+    @property
+    def clean_reason(self) -> BaseException | None:
+        """The exception that was reported as a clean end, if any."""
+        self.drain()
+        return None if self._clean is None else self._clean.error
+
+    @property
+    def stop_requested_at(self) -> float | None:
+        """Monotonic time at which the stop was noticed, in seconds, or None."""
+        self.drain()
+        return self._stop_seen_at
+
+    def raise_requested_exception(self) -> None:
+        """Raise the first error that was reported, if any; the same object, with the traceback it had then.
+
+        Later errors are attached to it as notes.
+        """
+        self.drain()
+        report = self._primary
+        if report is None:
+            return
+        error = report.error
+        for other in self._secondary:
+            note = f"asupervisor: {other.where} failed, too: {other.error!r}"
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        try:
+            raise error.with_traceback(report.traceback)
+        finally:
+            # Raising it here, maybe while another exception is handled, must not rewrite its history.
+            error.__context__ = report.context
+            del report, error
+
+    def forget_errors(self) -> None:
+        """Drop what was reported, so that the tracebacks keep nothing alive; the stop itself stays."""
+        with self._drain_lock:
+            self._primary = self._clean = None
+            self._secondary = []
+
+    def stop_on_exception(self) -> StopOnException:
+        """A context manager, sync and async, that reports an exception of its block and swallows it.
+
+        `KeyboardInterrupt` and `SystemExit` request a stop and pass; cancellation and `GeneratorExit` just pass.
+        """
+        return StopOnException(self)
+
+    # ------------------------------------------------------------------ waiting
+
+    def bind(self) -> asyncio.AbstractEventLoop:
+        """Tie the coordinator to the running loop; the waits do so by themselves.
+
+        Raises:
+            WrongEventLoop: It is tied to another loop that is still open and somebody waits there.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed() and (self._waiters or self._callbacks):
+                raise WrongEventLoop(
+                    "this Coordinator is in use on another event loop",
+                    "Use one Coordinator per loop, or stop it there first.",
+                )
+            self._loop = loop
+            self._waiters = set()
+            self._callbacks = []
+        return loop
+
+    def unbind(self) -> None:
+        """Forget the loop; later stop requests only set the flag."""
+        self._loop = None
+        self._waiters = set()
+        self._callbacks = []
+
+    def add_stop_callback(self, fn: Callable[[], None]) -> None:
+        """Have `fn()` called once on the loop thread when a stop is requested, or soon if it already is."""
+        loop = self.bind()
+        self._callbacks.append(fn)
+        if self._stop:
+            loop.call_soon(self.drain)
+
+    def remove_stop_callback(self, fn: Callable[[], None]) -> None:
+        """Undo `add_stop_callback`; unknown callbacks are ignored."""
+        if fn in self._callbacks:
+            self._callbacks.remove(fn)
+
+    async def wait_for_stop(self, timeout: float | None = None) -> bool:
+        """Wait until a stop is requested; cancellable.
+
+        Args:
+            timeout: Longest time to wait, in seconds; None waits without limit.
+
+        Returns:
+            Whether a stop was requested; False after a time-out.
+        """
+        loop = self.bind()
+        if self._stop or (timeout is not None and timeout <= 0):
+            await anyio.lowlevel.checkpoint()
+            return self._stop
+        waiter = loop.create_future()
+        self._waiters.add(waiter)
+        try:
+            # Registered before the flag is read again: a request in between has rung for `drain`, which sees it.
+            if not self._stop:
+                with anyio.move_on_after(timeout):
+                    await waiter
+        finally:
+            self._waiters.discard(waiter)
+        return self._stop
+
+    # ------------------------------------------------------------------ joining
+
+    def register_thread(self, thread: Worker) -> None:
+        """Have `join` wait for a thread or a task as well."""
+        self._registered.append(thread)
+
+    async def join(
+        self,
+        threads: Iterable[Worker] | None = None,
+        stop_grace_period_secs: float = 120,
+        ignore_live_threads: bool = False,
+    ) -> None:
+        """Wait until the given and the registered threads and tasks have ended; then raise the first error.
+
+        Does not ask for a stop. Once one is requested, everybody has `stop_grace_period_secs` to end; then tasks
+        are cancelled, and what did not end by itself is named. Threads cannot be cancelled and are left. Cancelling
+        `join` leaves all of them as they are.
+
+        Args:
+            threads: Threads, tasks and services; None for those that registered.
+            stop_grace_period_secs: Grace after the stop, in seconds.
+            ignore_live_threads: Report stragglers instead of raising.
+
+        Raises:
+            BaseException: The first error that was reported.
+            StopGraceExceeded: Without an error, when something outlived the grace. It is a RuntimeError.
+        """
+        self.bind()
+        workers = list(dict.fromkeys([*self._registered, *(threads or ())]))
+        late = await _outlast(self, workers, max(0.0, stop_grace_period_secs))
+        self._registered = []
+        self.drain()
+        self._joined = True
+        self.raise_requested_exception()
+        if not late:
+            return
+        if not ignore_live_threads:
+            raise StopGraceExceeded(late, stop_grace_period_secs)
+        self._emit(
+            "stop.left_running",
+            f"still running after {stop_grace_period_secs:g} s of grace: {' '.join(late)}",
+            services=late,
+        )
+
+    # ------------------------------------------------------------------ as a task group
+
+    def start_soon(self, async_fn: Callable[..., Any], *args: Any, name: str | None = None) -> Any:
+        """Start a task in the coordinator's own task group; inside `async with Coordinator()` only.
+
+        Returns:
+            The service record of the task.
+
+        Raises:
+            RuntimeError: Outside the block.
+        """
+        if self._group is None:
+            raise RuntimeError("start_soon() works inside `async with Coordinator() as coord:` only")
+        return self._group.start_soon(async_fn, *args, name=name)
+
+    async def __aenter__(self) -> Self:
+        from asupervisor.runtime.block import CoordinatorBlock
+
+        self._group = CoordinatorBlock(self)
+        try:
+            await self._group.enter()
+        except BaseException:
+            self._group = None
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        group, self._group = self._group, None
+        return cast(bool, await group.exit(exc))
+
+
+class StopOnException:
+    """Reports an exception of its block to the coordinator and swallows it; see `Coordinator.stop_on_exception`."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if isinstance(exc, Exception):
+            self._coordinator.report(exc, "stop_on_exception")
+            return True
+        if isinstance(exc, KeyboardInterrupt | SystemExit):
+            self._coordinator.request_stop()
+        return False
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return self.__exit__(exc_type, exc, traceback)
+
+
+def _exception_of(ex: BaseException | ExcInfo) -> BaseException:
+    error = ex[1] if isinstance(ex, tuple) and len(ex) == 3 else ex
+    if not isinstance(error, BaseException):
+        raise TypeError(f"request_stop takes an exception or an exc_info tuple, not {ex!r}")
+    if isinstance(error, StopIteration):  # could never leave a coroutine
+        boxed = RuntimeError(f"StopIteration was reported: {error!r}")
+        boxed.__cause__ = error
+        return boxed
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _name_of(worker: Worker) -> str:
+    return worker.get_name() if isinstance(worker, asyncio.Task) else worker.name
+
+
+def _task_of(worker: Worker) -> asyncio.Task[Any] | None:
+    if isinstance(worker, threading.Thread):
+        return None
+    return worker if isinstance(worker, asyncio.Task) else worker.task
+
+
+async def _outlast(coordinator: Coordinator, workers: list[Worker], grace_secs: float) -> list[str]:
+    """Wait for all workers; after a stop at most `grace_secs`. Returns the names of those that outlived it."""
+    loop = asyncio.get_running_loop()
+    me = asyncio.current_task()
+    tasks = {worker: task for worker in workers if (task := _task_of(worker)) is not None and task is not me}
+    threads = [worker for worker in workers if isinstance(worker, threading.Thread) and worker.is_alive()]
+    threads_gone = loop.create_future()
+    if threads:
+        watch = _ThreadWatch(threads, loop, threads_gone)
+        watch.start()
+    else:
+        threads_gone.set_result(None)
+    pending: set[asyncio.Future[Any]] = {task for task in tasks.values() if not task.done()}
+    if threads:
+        pending.add(threads_gone)
+    try:
+        if pending:
+            stop = asyncio.ensure_future(coordinator.wait_for_stop())
+            try:
+                while pending and not stop.done():
+                    await asyncio.wait({*pending, stop}, return_when=asyncio.FIRST_COMPLETED)
+                    pending = {waited for waited in pending if not waited.done()}
+            finally:
+                stop.cancel()
+            if pending:
+                _, pending = await asyncio.wait(pending, timeout=grace_secs)
+        late = [_name_of(worker) for worker, task in tasks.items() if not task.done()]
+        late += [thread.name for thread in threads if thread.is_alive()]
+        stragglers = [task for task in tasks.values() if not task.done()]
+        for task in stragglers:
+            task.cancel()
+        if stragglers:
+            await asyncio.wait(stragglers, timeout=min(1.0, max(grace_secs, 0.1)))
+        return sorted(late)
+    finally:
+        if threads:
+            watch.give_up()
+
+
+class _ThreadWatch(threading.Thread):
+    """Joins threads so that the loop need not poll them."""
+
+    def __init__(
+        self, threads: list[threading.Thread], loop: asyncio.AbstractEventLoop, gone: asyncio.Future[None]
+    ) -> None:
+        super().__init__(name="asupervisor-join", daemon=True)
+        self._threads = threads
+        self._loop = loop
+        self._gone = gone
+        self._given_up = False
+
+    def give_up(self) -> None:
+        self._given_up = True
+
+    def run(self) -> None:
+        for thread in self._threads:
+            while thread.is_alive() and not self._given_up:
+                thread.join(0.05)
+        try:
+            self._loop.call_soon_threadsafe(self._tell)
+        except RuntimeError:  # the loop is closed
+            pass
+
+    def _tell(self) -> None:
+        if not self._gone.done():
+            self._gone.set_result(None)

@@ -1,0 +1,574 @@
+"""The host of one supervised session: two tasks that belong to nobody else.
+
+`managed_session()` must work wherever it is written: in fixtures, lifespans and exit stacks, where enter and exit
+run in different tasks. A task group that is held in the caller's task would fail there, so the host owns it:
+
+* the **main task** holds the anyio task group: it runs the startup, then the services;
+* the **closer task** waits for the stop and brings everything down, step by step, each step bounded. It is
+  a task of its own, since the main task may never return: a service can refuse to be cancelled.
+
+::
+
+    stop flag ── services and body have stop_grace_secs ── scope cancelled, body told once ── kill grace
+              ── settle (final save), bounded ── close asked for ── release (session, threads), bounded ── finished
+
+What wakes whom: `Coordinator.request_stop` (any thread) makes the loop call `_on_stop`, which is where the clock of
+the grace starts. Everything here runs on the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Generic, Literal, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
+from asupervisor.events import EventSink, ServiceStatus, log_only
+from asupervisor.runtime.coordinator import Coordinator
+
+T = TypeVar("T")
+
+KILL_GRACE_SECS = 1.0
+"""What is left to something that was cancelled, or that is not waited for politely."""
+
+_LIVE_TASKS: set[asyncio.Task[Any]] = set()  # asyncio itself refers to tasks only weakly
+
+
+def _keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+    _LIVE_TASKS.add(task)
+    task.add_done_callback(_LIVE_TASKS.discard)
+    return task
+
+
+class Service:
+    """The record of one supervised task.
+
+    Awaiting it waits for its end, without raising what it raised: that is the coordinator's. `cancel()` ends just
+    this service, without an error.
+
+    Args:
+        name: Name of the service; unique names are not required.
+        critical: Whether its failure stops everything.
+    """
+
+    def __init__(self, name: str, critical: bool = True) -> None:
+        self.name = name
+        self.critical = critical
+        self.state: Literal["starting", "running", "done", "failed"] = "starting"
+        self.last_error: BaseException | None = None
+        self.cancelled = False
+        self._task: asyncio.Task[Any] | None = None
+        self._scope = anyio.CancelScope()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def task(self) -> asyncio.Task[Any]:
+        """The task that it runs in.
+
+        Raises:
+            RuntimeError: It has not started yet.
+        """
+        if self._task is None:
+            raise RuntimeError(f"service {self.name!r} has not started yet")
+        return self._task
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.done()
+
+    def cancel(self) -> None:
+        """End this service by cancellation; not an error. Loop thread only."""
+        self.cancelled = True
+        self._scope.cancel()
+
+    def __await__(self) -> Any:
+        return asyncio.shield(self._ended).__await__()
+
+    def status(self) -> ServiceStatus:
+        """A frozen copy of how it stands."""
+        return ServiceStatus(
+            self.name, self.state, self.critical, None if self.last_error is None else repr(self.last_error)
+        )
+
+
+class Host(Generic[T]):
+    """Runs a startup, then services, and ends them in order when the coordinator says so.
+
+    Args:
+        name: Name of what is hosted, for messages.
+        coordinator: The stop state; cleared at `start`.
+        startup: Makes the value that is hosted; may call `spawn`.
+        settle: The last words, after the services have ended: a final save. Awaited once when the body is done,
+            when `stop()` is called or when the grace is over, and once more before the release. A cancellation of
+            it means that it is out of time.
+        release: Gives everything back; always called, also after a failed startup.
+        close_now: The same in one synchronous call that neither waits nor needs a loop, for a session whose
+            coroutine is destroyed outside of its loop.
+        stragglers: Names of threads that are still busy, each with a formatted stack, asked at the very end.
+        stop_grace_secs: What the services and the body have after the stop, in seconds.
+        kill_grace_secs: What is left to what was cancelled, in seconds.
+        emit: Where events go.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        coordinator: Coordinator,
+        *,
+        startup: Callable[[Host[T]], Awaitable[T]],
+        settle: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        release: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        close_now: Callable[[], None] | None = None,
+        stragglers: Callable[[], list[tuple[str, str]]] | None = None,
+        stop_grace_secs: float = 120,
+        kill_grace_secs: float = KILL_GRACE_SECS,
+        emit: EventSink = log_only,
+    ) -> None:
+        self.name = name
+        self.coordinator = coordinator
+        self.stop_grace_secs = stop_grace_secs
+        self.kill_grace_secs = kill_grace_secs
+        self.emit = emit
+        self.services: list[Service] = []
+        self.on_body_overdue: Callable[[], None] | None = None
+        self._startup = startup
+        self._settle = settle
+        self._release = release
+        self._close_now = close_now
+        self._busy_threads = stragglers
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.state: Literal["starting", "running", "stopping", "stopped"] = "starting"
+        self._group: TaskGroup | None = None
+        self._main_task: asyncio.Task[Any] | None = None
+        self._startup_error: BaseException | None = None
+        self._value: T | None = None
+        self._started = self.loop.create_future()
+        self._stopping = self.loop.create_future()
+        self._grace_over = self.loop.create_future()
+        self._body_done = self.loop.create_future()
+        self._settled = self.loop.create_future()
+        self._close_wanted = self.loop.create_future()
+        self._finished = self.loop.create_future()
+        self._main_ended = self.loop.create_future()
+        self._services_cancelled = False
+        self._interrupts = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._late_timers = 0
+        self._bell = self.loop.create_future()  # rung when a wait of the closer must look again
+        self._exempt: set[Service] = set()
+        self._late: list[str] = []
+        self._late_stack = ""
+
+    # ------------------------------------------------------------------ start
+
+    async def start(self, clear_stop: bool = True) -> T:
+        """Start the two tasks, wait for the startup and return what it made.
+
+        Args:
+            clear_stop: Whether a stop that was requested before is forgotten, as the original does.
+
+        Cancelling it cancels the startup, which is given the kill grace to end.
+
+        Raises:
+            StopRequested: A stop without an error was requested meanwhile.
+            BaseException: What the startup raised, or the error with which a stop was requested meanwhile.
+        """
+        if clear_stop:
+            self.coordinator.clear_stop()
+        self.coordinator.bind()
+        self.coordinator.add_stop_callback(self._on_stop)
+        self._main_task = _keep(self.loop.create_task(self._main(), name=f"{self.name}-host"))
+        _keep(self.loop.create_task(self._bring_down(), name=f"{self.name}-closer"))
+        try:
+            await asyncio.wait([self._started])
+        except BaseException:
+            self.hurry()
+            self.close()
+            await self.join()
+            raise
+        if self._startup_error is None:
+            return self._value  # type: ignore[return-value]
+        self.close()
+        await self.join()
+        error, self._startup_error = self._startup_error, None
+        try:
+            raise error
+        finally:
+            del error
+
+    async def _main(self) -> None:
+        try:
+            async with anyio.create_task_group() as group:
+                self._group = group
+                await self._start_up()
+                if self._startup_error is None:
+                    await asyncio.wait([self._stopping])
+        except CancelledError:
+            # From outside: `asyncio.run` cancels every task at its end. The services got the same; stop in order.
+            self.coordinator.request_stop()
+        except BaseExceptionGroup:
+            pass  # KeyboardInterrupt or SystemExit of a service: it has already left the loop
+        finally:
+            for service in self.services:
+                _set(service._ended)  # a task that was cancelled before its first step never gets there
+            _set(self._main_ended)
+            _set(self._started)
+
+    async def _start_up(self) -> None:
+        try:
+            self._value = await self._startup(self)
+        except CancelledError as error:
+            if not self.coordinator.should_stop():
+                self._startup_error = error
+                self.coordinator.request_stop()
+                raise
+            self._startup_error = self.coordinator.error or StopRequested(f"starting {self.name}")
+        except BaseException as error:
+            # Reported nowhere: an error of the startup leaves `start` as it is, and is never a clean end.
+            self._startup_error = error
+            self.coordinator.request_stop()
+        else:
+            if self.coordinator.should_stop():
+                self._startup_error = self.coordinator.error or StopRequested(f"starting {self.name}")
+            else:
+                self.state = "running"
+        _set(self._started)
+
+    # ------------------------------------------------------------------ services
+
+    def spawn(
+        self,
+        name: str,
+        async_fn: Callable[..., Awaitable[Any]],
+        *args: Any,
+        critical: bool = True,
+        on_stop: Literal["grace", "cancel"] = "grace",
+    ) -> Service:
+        """Start a supervised task; on the loop thread.
+
+        Args:
+            name: Its name in events, status and errors.
+            async_fn: Coroutine function that is its body.
+            *args: Arguments of `async_fn`.
+            critical: Whether its failure stops everything; otherwise it is an event.
+            on_stop: ``"grace"`` lets it end by itself after a stop, for as long as the grace lasts; ``"cancel"``
+                cancels it at once.
+
+        Returns:
+            Its record.
+
+        Raises:
+            WrongEventLoop: Called off the host's loop.
+            RuntimeError: The host has ended, or has not started.
+        """
+        if _running_loop() is not self.loop:
+            raise WrongEventLoop(
+                f"{self.name} was asked from another thread or event loop to start {name!r}",
+                "Call it on the loop of the session, for example by loop.call_soon_threadsafe.",
+            )
+        if self._group is None or self._main_ended.done() or self._services_cancelled:
+            raise RuntimeError(
+                f"{self.name} cannot start {name!r}: its services have ended or were never started. "
+                "Enter managed_session() first."
+            )
+        service = Service(name, critical)
+        self.services.append(service)
+        if on_stop == "cancel":
+            self.coordinator.add_stop_callback(service.cancel)
+        self._group.start_soon(self._guard, service, async_fn, args, name=f"{self.name}:{name}")
+        return service
+
+    async def _guard(self, service: Service, async_fn: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
+        """Run a service; what it raises is recorded here and never reaches the task group."""
+        service._task = asyncio.current_task()
+        service.state = "running"
+        try:
+            with service._scope:
+                await async_fn(*args)
+        except CancelledError as error:
+            if self._services_cancelled or (self._main_task is not None and self._main_task.cancelling()):
+                raise  # by us, or by a loop that cancels all its tasks at its end
+            outside = RuntimeError(f"service {service.name!r} was cancelled from outside")
+            outside.__cause__ = error
+            self._failed(service, outside)
+        except Exception as error:
+            self._failed(service, error)
+        except (KeyboardInterrupt, SystemExit):
+            # asyncio lets these out of the loop at once. Not recorded: they would be raised a second time.
+            self.coordinator.request_stop()
+            raise
+        finally:
+            if service.state == "running":
+                service.state = "done"
+            # The record stays in the status; the task and what it referred to need not.
+            service._scope = anyio.CancelScope()
+            _set(service._ended)
+
+    def _failed(self, service: Service, error: BaseException) -> None:
+        clean = isinstance(error, self.coordinator.clean_stop_exception_types)
+        service.state = "done" if clean else "failed"
+        service.last_error = error
+        if service.critical:
+            try:
+                self.coordinator.report(error, service.name)
+            except BaseException as raised:  # joined already: nobody but the log will see it
+                self.emit("service.failed", f"{service.name} failed after the stop: {raised!r}", level="error")
+        else:
+            self.emit(
+                "service.failed",
+                f"{service.name} failed: {error!r}",
+                level="error",
+                service=service.name,
+                error=repr(error),
+            )
+
+    def _running_services(self) -> list[Service]:
+        return [service for service in self.services if not service.done() and service not in self._exempt]
+
+    # ------------------------------------------------------------------ the stop
+
+    def _on_stop(self) -> None:
+        """The stop was requested; a loop callback, once."""
+        if self.state != "stopped":
+            self.state = "stopping"
+        if not self._started.done() or self._startup_error is not None:
+            self._cancel_services()  # aborts the startup: there is nobody to be given grace
+        elif not self._services_cancelled:
+            self._arm(self.stop_grace_secs)
+        _set(self._stopping)
+
+    def _arm(self, secs: float) -> None:
+        due = self.loop.time() + secs
+        self._timer = self.loop.call_later(secs, self._on_grace_over, due)
+
+    def _on_grace_over(self, due: float) -> None:
+        # A loop that stood still (a test runner between two tests) has given nobody any time: give it again.
+        late = self.loop.time() - due
+        if late > max(0.2, 0.2 * self.stop_grace_secs) and self._late_timers < 3:
+            self._late_timers += 1
+            self._arm(self.stop_grace_secs)
+            return
+        waiting = [service.name for service in self._running_services()]
+        if waiting:
+            self.emit(
+                "stop.cancelling",
+                f"cancelled after {self.stop_grace_secs:g} s of grace: {' '.join(waiting)}",
+                level="warning",
+                services=waiting,
+            )
+        self._cancel_services()
+        if not self._body_done.done() and self.on_body_overdue is not None:
+            self.on_body_overdue()
+        _set(self._grace_over)
+
+    def _cancel_services(self) -> None:
+        self._services_cancelled = True
+        if self._group is not None:
+            self._group.cancel_scope.cancel()
+
+    def hurry(self) -> None:
+        """Whoever waits for the end was cancelled: no more grace for the services; twice: none for the last words."""
+        self._interrupts += 1
+        self.coordinator.request_stop()
+        self._on_stop()
+        self._ring()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._cancel_services()
+        _set(self._grace_over)
+
+    def body_ended(self) -> None:
+        """The body of the block has ended: settle and release need not wait for it any more."""
+        _set(self._body_done)
+        self.close()
+
+    def close(self) -> None:
+        """Ask for the end: stop, settle, release. `join` waits for it."""
+        self.coordinator.request_stop()
+        self.coordinator.drain()
+        _set(self._body_done)
+        _set(self._close_wanted)
+
+    def abandon(self) -> None:
+        """End without a loop: everything that can be told to end is told, nothing is waited for."""
+        self.coordinator.request_stop()
+        self.coordinator.unbind()
+        self.state = "stopped"
+        if self._close_now is not None:
+            self._close_now()
+        self._let_go()
+
+    async def _bring_down(self) -> None:
+        """The closer task: each step is bounded, and a cancellation of this task only takes time away from it."""
+        await self._outwait([self._stopping], None)
+        await self._services_end()
+        await self._outwait([self._body_done, self._grace_over], None, any_of=True)
+        if self.on_body_overdue is not None:  # it was told at the end of the grace: let it get out of the block
+            await self._outwait([self._body_done], self.kill_grace_secs)
+        await self._last_words()
+        _set(self._settled)
+        await self._outwait([self._close_wanted], None)
+        await self._last_words()
+        if self._release is not None:
+            await self._bounded(self._release, 4 * self.kill_grace_secs, "release")
+        self._late = sorted(service.name for service in self.services if not service.done())
+        for label, stack in self._busy_threads() if self._busy_threads is not None else ():
+            self._late.append(label)
+            self._late_stack = self._late_stack or stack
+        self.state = "stopped"
+        if self._timer is not None:
+            self._timer.cancel()
+        self.coordinator.remove_stop_callback(self._on_stop)
+        _set(self._finished)
+
+    async def _services_end(self) -> None:
+        while running := self._running_services():
+            # The bell: the exempt set has grown, by a service that calls stop().
+            await self._outwait([*(s._ended for s in running), self._grace_over, self._bell], None, any_of=True)
+            if self._grace_over.done():
+                break
+        deadline = self.loop.time() + self.kill_grace_secs
+        while (running := self._running_services()) and (left := deadline - self.loop.time()) > 0:
+            await self._outwait([s._ended for s in running], left)
+        if not self._exempt and not self._running_services():
+            left = max(0.0, deadline - self.loop.time())
+            await self._outwait([self._main_ended], left)
+
+    async def _last_words(self) -> None:
+        if self._settle is None or self._startup_error is not None or self._interrupts > 1:
+            return
+        asked = self.coordinator.stop_requested_at
+        now = time.monotonic()
+        left = self.stop_grace_secs - (now - asked) if asked is not None else self.stop_grace_secs
+        await self._bounded(self._settle, max(self.kill_grace_secs, left), "final save")
+
+    async def _bounded(self, step: Callable[[], Coroutine[Any, Any, None]], secs: float, name: str) -> None:
+        """Run a step in a task of its own, so that neither a cancellation nor a hang of it takes us along."""
+        interrupts = self._interrupts
+        task = _keep(self.loop.create_task(step(), name=f"{self.name}-{name.replace(' ', '-')}"))
+        deadline = self.loop.time() + secs
+        while not task.done() and (left := deadline - self.loop.time()) > 0:
+            await self._outwait([task, self._bell], left, any_of=True)
+            if self._interrupts > max(1, interrupts):  # the bell: a second interrupt, nobody wants to wait
+                deadline = min(deadline, self.loop.time() + self.kill_grace_secs)
+                interrupts = self._interrupts
+                task.cancel()
+        if not task.done():
+            task.cancel()
+            await self._outwait([task], self.kill_grace_secs)
+            self.emit("stop.overrun", f"{name} did not end within {secs:g} s", level="error", step=name)
+        if not task.done():
+            return
+        if task.cancelled():
+            self.emit("stop.skipped", f"{name} was skipped", level="warning", step=name)
+        elif (error := task.exception()) is not None:
+            with suppress(BaseException):
+                self.coordinator.report(error, name)
+
+    def _ring(self) -> None:
+        bell, self._bell = self._bell, self.loop.create_future()
+        _set(bell)
+
+    async def _outwait(self, futures: list[asyncio.Future[Any]], timeout: float | None, any_of: bool = False) -> None:
+        """Wait; a cancellation of this task is remembered as an interrupt and the wait goes on."""
+        mode = asyncio.FIRST_COMPLETED if any_of else asyncio.ALL_COMPLETED
+        deadline = None if timeout is None else self.loop.time() + timeout
+        while True:
+            pending = [future for future in futures if not future.done()]
+            if not pending or (any_of and len(pending) < len(futures)):
+                return
+            left = None if deadline is None else deadline - self.loop.time()
+            if left is not None and left <= 0:
+                return
+            try:
+                await asyncio.wait(pending, timeout=left, return_when=mode)
+            except CancelledError:
+                self.hurry()
+                self.close()
+
+    # ------------------------------------------------------------------ waiting for the end
+
+    async def stop(self, ignore_live_threads: bool = False) -> None:
+        """End the services and settle, without waiting for the body; the value lives on until `close`.
+
+        A service may call it; it is not waited for then.
+
+        Raises:
+            BaseException: The first error that was reported.
+            StopGraceExceeded: Services outlived their grace.
+        """
+        me = asyncio.current_task()
+        self._exempt.update(service for service in self.services if service._task is me)
+        self._ring()
+        self.coordinator.request_stop()
+        self.coordinator.drain()
+        _set(self._body_done)
+        await asyncio.wait([self._settled])
+        self.coordinator.raise_requested_exception()
+        late = [service.name for service in self._running_services()]
+        if late and not ignore_live_threads:
+            raise StopGraceExceeded(sorted(late), self.stop_grace_secs)
+
+    async def join(self) -> list[CancelledError]:
+        """Wait for the end of everything; bounded, since each step is.
+
+        A cancellation takes the grace away from the services, and the wait goes on; a second one skips the last
+        words. All of them are returned: whoever waits must not lose them.
+        """
+        cancellations: list[CancelledError] = []
+        while not self._finished.done():
+            try:
+                # The first wait is open to an anyio scope of the caller. Later ones are not: a cancelled scope
+                # would cancel again in each cycle of the loop.
+                with anyio.CancelScope(shield=bool(cancellations)):
+                    await asyncio.wait([self._finished])
+            except CancelledError as error:
+                cancellations.append(error)
+                self.hurry()
+        self._let_go()
+        return cancellations
+
+    def _let_go(self) -> None:
+        """Drop the references that would keep the value alive until the garbage collector comes."""
+        self._value = None
+        self._startup = _gone
+        self._settle = self._release = self._close_now = self._busy_threads = None
+        self.on_body_overdue = None
+        self._group = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything has ended."""
+        return self._finished.done()
+
+    @property
+    def late(self) -> list[str]:
+        """Names of what was still running at the end."""
+        return self._late
+
+    @property
+    def late_stack(self) -> str:
+        """Formatted stack of the thread that was still busy at the end."""
+        return self._late_stack
+
+
+async def _gone(host: Host[Any]) -> Any:
+    raise StopRequested(f"starting {host.name}")
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

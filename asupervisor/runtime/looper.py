@@ -1,0 +1,155 @@
+"""A supervised call at fixed times: what `Supervisor.loop` starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from asupervisor.clock import Clock, SystemClock, next_boundary
+from asupervisor.runtime.coordinator import Coordinator
+
+RunSync = Callable[..., Awaitable[Any]]
+
+
+class LooperTask:
+    """Calls a function at once and then every `timer_interval_secs`, until a stop is requested.
+
+    The times are fixed boundaries from the first call on; a call that takes longer than the interval makes the
+    boundaries in between be skipped, never a burst. The stop ends the wait between two calls at once. A coroutine
+    function runs on the event loop, a plain function on a worker thread of its own; an awaitable that a plain
+    function returns is awaited. An exception ends the looper, `stop_loop` is not called then, and the coordinator
+    gets it. Nothing is called at all if the stop was already requested.
+
+    Subclasses override `start_loop`, `run_loop` and `stop_loop`, which may be coroutine functions or plain ones.
+
+    Source: `tf.compat.v1.train.LooperThread`.
+
+    Args:
+        coord: The coordinator whose stop ends the looper.
+        timer_interval_secs: Seconds between the starts of two calls; None or 0 calls back to back.
+        target: What to call; None for a subclass that overrides `run_loop`.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        name: Name of the task; defaults to the target's.
+        clock: Where the time comes from.
+        run_sync: Awaitable runner of plain functions on a thread.
+
+    Raises:
+        ValueError: `coord` is no Coordinator, or arguments without a target.
+        TypeError: `target` cannot be called with these arguments.
+    """
+
+    def __init__(
+        self,
+        coord: Coordinator,
+        timer_interval_secs: float | None,
+        target: Callable[..., Any] | None = None,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        clock: Clock | None = None,
+        run_sync: RunSync | None = None,
+    ) -> None:
+        if not isinstance(coord, Coordinator):
+            raise ValueError(f"'coord' must be a Coordinator, not {coord!r}")
+        if target is None and (args or kwargs):
+            raise ValueError("'args' and 'kwargs' need a 'target' that takes them")
+        if timer_interval_secs is not None and timer_interval_secs < 0:
+            raise ValueError(f"'timer_interval_secs' must not be negative, not {timer_interval_secs}")
+        if target is not None:
+            check_arguments(target, args or (), kwargs or {})
+        self._coord = coord
+        self._interval_secs = timer_interval_secs or None
+        self._target = target
+        self._args = tuple(args or ())
+        self._kwargs = dict(kwargs or {})
+        self._clock = clock or SystemClock()
+        self._run_sync = run_sync or _run_in_worker_thread
+        self.name = name or f"loop-{getattr(target, '__name__', type(self).__name__)}"
+        self.calls = 0
+
+    async def run(self) -> None:
+        """Run until the stop; the body of the supervised task."""
+        if self._coord.should_stop():
+            return
+        await self._call(self.start_loop)
+        first = self._clock.monotonic()
+        while not self._coord.should_stop():
+            self.calls += 1
+            await self._call(self.run_loop)
+            if self._interval_secs is None:
+                await anyio.lowlevel.checkpoint()
+                continue
+            now = self._clock.monotonic()
+            if await self._stopped_within(next_boundary(first, self._interval_secs, now) - now):
+                break
+        await self._call(self.stop_loop)
+
+    def start_loop(self) -> Any:
+        """Called once before the first call."""
+
+    def stop_loop(self) -> Any:
+        """Called once after the last call, when the stop was requested."""
+
+    def run_loop(self) -> Any:
+        """Called at each tick; calls the target."""
+        if self._target is not None:
+            return self._target(*self._args, **self._kwargs)
+        return None
+
+    async def _call(self, method: Callable[[], Any]) -> None:
+        """Run one of the three methods where it belongs: on the loop if it is async, else on a thread."""
+        function = getattr(method, "__func__", method)
+        if function in (LooperTask.start_loop, LooperTask.stop_loop):
+            return
+        on_loop = _is_async(method) or (function is LooperTask.run_loop and _is_async(self._target))
+        result = method() if on_loop else await self._run_sync(method)
+        if inspect.isawaitable(result):
+            await result
+
+    async def _stopped_within(self, secs: float) -> bool:
+        """Sleep by the clock; True as soon as the stop is requested."""
+        async with anyio.create_task_group() as race:
+
+            async def sleep() -> None:
+                await self._clock.sleep(secs)
+                race.cancel_scope.cancel()
+
+            race.start_soon(sleep)
+            await self._coord.wait_for_stop()
+            race.cancel_scope.cancel()
+        return self._coord.should_stop()
+
+
+def check_arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError where `target(*args, **kwargs)` cannot work, before anything is started."""
+    if not callable(target):
+        raise TypeError(f"'target' must be callable, not {target!r}")
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{getattr(target, '__qualname__', target)!s}{signature} cannot be called with "
+            f"args={tuple(args)!r}, kwargs={dict(kwargs)!r}: {error}"
+        ) from None
+
+
+def _is_async(function: Any) -> bool:
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  (an object whose __call__ is async)
+    )
+
+
+async def _run_in_worker_thread(function: Callable[[], Any]) -> Any:
+    # A limiter of its own: user loops must not use up anyio's default one, nor be starved by it.
+    return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

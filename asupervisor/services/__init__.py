@@ -1,0 +1,1 @@
+"""The standing background work of a supervised session."""

@@ -1,0 +1,1 @@
+"""The event file and the journal of one run."""
