@@ -9,6 +9,7 @@
     ├── SessionActive            one supervisor, two sessions at once            (also RuntimeError)
     ├── WrongEventLoop           used from a loop that does not own the object   (also RuntimeError)
     ├── SessionNotReady          the model did not become ready in time          (also TimeoutError)
+    ├── UnknownMaster            a master string that no session can be opened on  (also ValueError)
     ├── LogdirNotWritable        the log directory cannot be written             (also OSError)
     ├── LogdirInUse              another chief writes into this log directory
     ├── CheckpointError          something about a checkpoint
@@ -110,6 +111,24 @@ class SessionNotReady(SupervisorError, TimeoutError):
         super().__init__(
             f"{what} was not ready after waiting {waited_secs:g} secs.{missing} "
             "A non-chief waits for its chief to initialise the model: is the chief running?"
+        )
+
+
+class UnknownMaster(SupervisorError, ValueError):
+    """A master that no session can be opened on.
+
+    Args:
+        master: What was given.
+        hint: What was probably meant, or an empty string.
+    """
+
+    def __init__(self, master: object, hint: str = "") -> None:
+        self.master = master
+        self.hint = hint
+        meant = f" Did you mean {hint!r}?" if hint else ""
+        super().__init__(
+            f"no session can be opened on master {master!r}.{meant} These work: '' (this process), 'local' (a server "
+            "in this process), server.target of a tf.distribute.Server, and 'grpc://host:port'."
         )
 
 
