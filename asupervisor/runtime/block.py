@@ -22,7 +22,8 @@ import anyio
 
 from asupervisor.errors import StopGraceExceeded, WrongEventLoop
 from asupervisor.runtime.coordinator import Coordinator
-from asupervisor.runtime.host import Host, Service
+from asupervisor.runtime.host import Host
+from asupervisor.runtime.service import Service
 
 T = TypeVar("T")
 

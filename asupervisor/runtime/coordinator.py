@@ -18,24 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import anyio
 
 from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
 from asupervisor.events import EventSink, log_only
+from asupervisor.runtime.joining import Worker, outlast
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
-
-
-class _Joinable(Protocol):
-    """What `Coordinator.join` asks of a service record."""
-
-    name: str
-    task: asyncio.Task[Any]
-
-
-Worker = threading.Thread | asyncio.Task[Any] | _Joinable
 
 
 class Report:
@@ -368,7 +359,7 @@ class Coordinator:
         """
         self.bind()
         workers = list(dict.fromkeys([*self._registered, *(threads or ())]))
-        late = await _outlast(self, workers, max(0.0, stop_grace_period_secs))
+        late = await outlast(workers, self.wait_for_stop, max(0.0, stop_grace_period_secs))
         self._registered = []
         self.drain()
         self._joined = True
@@ -474,81 +465,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _name_of(worker: Worker) -> str:
-    return worker.get_name() if isinstance(worker, asyncio.Task) else worker.name
-
-
-def _task_of(worker: Worker) -> asyncio.Task[Any] | None:
-    if isinstance(worker, threading.Thread):
-        return None
-    return worker if isinstance(worker, asyncio.Task) else worker.task
-
-
-async def _outlast(coordinator: Coordinator, workers: list[Worker], grace_secs: float) -> list[str]:
-    """Wait for all workers; after a stop at most `grace_secs`. Returns the names of those that outlived it."""
-    loop = asyncio.get_running_loop()
-    me = asyncio.current_task()
-    tasks = {worker: task for worker in workers if (task := _task_of(worker)) is not None and task is not me}
-    threads = [worker for worker in workers if isinstance(worker, threading.Thread) and worker.is_alive()]
-    threads_gone = loop.create_future()
-    if threads:
-        watch = _ThreadWatch(threads, loop, threads_gone)
-        watch.start()
-    else:
-        threads_gone.set_result(None)
-    pending: set[asyncio.Future[Any]] = {task for task in tasks.values() if not task.done()}
-    if threads:
-        pending.add(threads_gone)
-    try:
-        if pending:
-            stop = asyncio.ensure_future(coordinator.wait_for_stop())
-            try:
-                while pending and not stop.done():
-                    await asyncio.wait({*pending, stop}, return_when=asyncio.FIRST_COMPLETED)
-                    pending = {waited for waited in pending if not waited.done()}
-            finally:
-                stop.cancel()
-            if pending:
-                _, pending = await asyncio.wait(pending, timeout=grace_secs)
-        late = [_name_of(worker) for worker, task in tasks.items() if not task.done()]
-        late += [thread.name for thread in threads if thread.is_alive()]
-        stragglers = [task for task in tasks.values() if not task.done()]
-        for task in stragglers:
-            task.cancel()
-        if stragglers:
-            await asyncio.wait(stragglers, timeout=min(1.0, max(grace_secs, 0.1)))
-        return sorted(late)
-    finally:
-        if threads:
-            watch.give_up()
-
-
-class _ThreadWatch(threading.Thread):
-    """Joins threads so that the loop need not poll them."""
-
-    def __init__(
-        self, threads: list[threading.Thread], loop: asyncio.AbstractEventLoop, gone: asyncio.Future[None]
-    ) -> None:
-        super().__init__(name="asupervisor-join", daemon=True)
-        self._threads = threads
-        self._loop = loop
-        self._gone = gone
-        self._given_up = False
-
-    def give_up(self) -> None:
-        self._given_up = True
-
-    def run(self) -> None:
-        for thread in self._threads:
-            while thread.is_alive() and not self._given_up:
-                thread.join(0.05)
-        try:
-            self._loop.call_soon_threadsafe(self._tell)
-        except RuntimeError:  # the loop is closed
-            pass
-
-    def _tell(self) -> None:
-        if not self._gone.done():
-            self._gone.set_result(None)

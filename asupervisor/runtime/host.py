@@ -29,8 +29,9 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
-from asupervisor.events import EventSink, ServiceStatus, log_only
+from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.coordinator import Coordinator
+from asupervisor.runtime.service import Service
 
 T = TypeVar("T")
 
@@ -44,57 +45,6 @@ def _keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
     _LIVE_TASKS.add(task)
     task.add_done_callback(_LIVE_TASKS.discard)
     return task
-
-
-class Service:
-    """The record of one supervised task.
-
-    Awaiting it waits for its end, without raising what it raised: that is the coordinator's. `cancel()` ends just
-    this service, without an error.
-
-    Args:
-        name: Name of the service; unique names are not required.
-        critical: Whether its failure stops everything.
-    """
-
-    def __init__(self, name: str, critical: bool = True) -> None:
-        self.name = name
-        self.critical = critical
-        self.state: Literal["starting", "running", "done", "failed"] = "starting"
-        self.last_error: BaseException | None = None
-        self.cancelled = False
-        self._task: asyncio.Task[Any] | None = None
-        self._scope = anyio.CancelScope()
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def task(self) -> asyncio.Task[Any]:
-        """The task that it runs in.
-
-        Raises:
-            RuntimeError: It has not started yet.
-        """
-        if self._task is None:
-            raise RuntimeError(f"service {self.name!r} has not started yet")
-        return self._task
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._ended.done()
-
-    def cancel(self) -> None:
-        """End this service by cancellation; not an error. Loop thread only."""
-        self.cancelled = True
-        self._scope.cancel()
-
-    def __await__(self) -> Any:
-        return asyncio.shield(self._ended).__await__()
-
-    def status(self) -> ServiceStatus:
-        """A frozen copy of how it stands."""
-        return ServiceStatus(
-            self.name, self.state, self.critical, None if self.last_error is None else repr(self.last_error)
-        )
 
 
 class Host(Generic[T]):
@@ -216,7 +166,7 @@ class Host(Generic[T]):
             pass  # KeyboardInterrupt or SystemExit of a service: it has already left the loop
         finally:
             for service in self.services:
-                _set(service._ended)  # a task that was cancelled before its first step never gets there
+                _set(service.ended)  # a task that was cancelled before its first step never gets there
             _set(self._main_ended)
             _set(self._started)
 
@@ -286,10 +236,10 @@ class Host(Generic[T]):
 
     async def _guard(self, service: Service, async_fn: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
         """Run a service; what it raises is recorded here and never reaches the task group."""
-        service._task = asyncio.current_task()
+        service.running_in = asyncio.current_task()
         service.state = "running"
         try:
-            with service._scope:
+            with service.scope:
                 await async_fn(*args)
         except CancelledError as error:
             if self._services_cancelled or (self._main_task is not None and self._main_task.cancelling()):
@@ -307,8 +257,8 @@ class Host(Generic[T]):
             if service.state == "running":
                 service.state = "done"
             # The record stays in the status; the task and what it referred to need not.
-            service._scope = anyio.CancelScope()
-            _set(service._ended)
+            service.scope = anyio.CancelScope()
+            _set(service.ended)
 
     def _failed(self, service: Service, error: BaseException) -> None:
         clean = isinstance(error, self.coordinator.clean_stop_exception_types)
@@ -430,12 +380,12 @@ class Host(Generic[T]):
     async def _services_end(self) -> None:
         while running := self._running_services():
             # The bell: the exempt set has grown, by a service that calls stop().
-            await self._outwait([*(s._ended for s in running), self._grace_over, self._bell], None, any_of=True)
+            await self._outwait([*(s.ended for s in running), self._grace_over, self._bell], None, any_of=True)
             if self._grace_over.done():
                 break
         deadline = self.loop.time() + self.kill_grace_secs
         while (running := self._running_services()) and (left := deadline - self.loop.time()) > 0:
-            await self._outwait([s._ended for s in running], left)
+            await self._outwait([s.ended for s in running], left)
         if not self._exempt and not self._running_services():
             left = max(0.0, deadline - self.loop.time())
             await self._outwait([self._main_ended], left)
@@ -504,7 +454,7 @@ class Host(Generic[T]):
             StopGraceExceeded: Services outlived their grace.
         """
         me = asyncio.current_task()
-        self._exempt.update(service for service in self.services if service._task is me)
+        self._exempt.update(service for service in self.services if service.running_in is me)
         self._ring()
         self.coordinator.request_stop()
         self.coordinator.drain()
