@@ -1,1 +1,107 @@
-"""Asyncio-native supervised sessions for TensorFlow graph training."""
+"""Asyncio-native supervised sessions for TensorFlow graph training.
+
+The rooms of the house, each may import those below it only (`lint-imports` holds us to it)::
+
+    testing                        pytest plugin, a clock moved by hand, fault points, guards
+    ------------------------------------------------------------------------------------------------
+    supervisor                     Supervisor: wires everything, managed_session
+    ------------------------------------------------------------------------------------------------
+    services                       checkpoints, summaries, step counter, queue feeders: background work
+    ------------------------------------------------------------------------------------------------
+    checkpoint  summary  session   the checkpoint directory; the event file; the only room that drives a Session
+    ------------------------------------------------------------------------------------------------
+    runtime  _tf                   tasks and threads, no TensorFlow; the one door to its less public parts
+    ------------------------------------------------------------------------------------------------
+    clock  events  errors          time; frozen records; the exception tree
+
+Every public name can be imported from here, and is loaded when it is first asked for: ``import asupervisor`` is
+quick and does not import TensorFlow. A name is public if no part of its dotted path begins with an underscore.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asupervisor.clock import Clock as Clock
+    from asupervisor.clock import SystemClock as SystemClock
+    from asupervisor.errors import CheckpointDamaged as CheckpointDamaged
+    from asupervisor.errors import CheckpointError as CheckpointError
+    from asupervisor.errors import CheckpointMismatch as CheckpointMismatch
+    from asupervisor.errors import CheckpointNotRestored as CheckpointNotRestored
+    from asupervisor.errors import LogdirInUse as LogdirInUse
+    from asupervisor.errors import LogdirNotWritable as LogdirNotWritable
+    from asupervisor.errors import RecoveryExhausted as RecoveryExhausted
+    from asupervisor.errors import SessionActive as SessionActive
+    from asupervisor.errors import SessionClosed as SessionClosed
+    from asupervisor.errors import SessionNotReady as SessionNotReady
+    from asupervisor.errors import StepOutcomeUnknown as StepOutcomeUnknown
+    from asupervisor.errors import StopGraceExceeded as StopGraceExceeded
+    from asupervisor.errors import StopRequested as StopRequested
+    from asupervisor.errors import SupervisorError as SupervisorError
+    from asupervisor.errors import UnknownMaster as UnknownMaster
+    from asupervisor.errors import WrongEventLoop as WrongEventLoop
+    from asupervisor.events import Event as Event
+    from asupervisor.events import ServiceStatus as ServiceStatus
+    from asupervisor.events import Status as Status
+    from asupervisor.runtime.coordinator import Coordinator as Coordinator
+    from asupervisor.runtime.device import DeviceExecutor as DeviceExecutor
+    from asupervisor.runtime.looper import LooperTask as LooperTask
+    from asupervisor.session.blocking import BlockingSession as BlockingSession
+    from asupervisor.session.manager import SessionManager as SessionManager
+    from asupervisor.session.session import AsyncSession as AsyncSession
+    from asupervisor.session.stream import StepStream as StepStream
+    from asupervisor.supervisor import Supervisor as Supervisor
+
+__version__ = "0.1.0"
+
+#: Where each public name lives. `tests/test_public_names.py` compares it with the imports above and with what the
+#: modules hold.
+_HOMES = {
+    "AsyncSession": "session.session",
+    "BlockingSession": "session.blocking",
+    "CheckpointDamaged": "errors",
+    "CheckpointError": "errors",
+    "CheckpointMismatch": "errors",
+    "CheckpointNotRestored": "errors",
+    "Clock": "clock",
+    "Coordinator": "runtime.coordinator",
+    "DeviceExecutor": "runtime.device",
+    "Event": "events",
+    "LogdirInUse": "errors",
+    "LogdirNotWritable": "errors",
+    "LooperTask": "runtime.looper",
+    "RecoveryExhausted": "errors",
+    "ServiceStatus": "events",
+    "SessionActive": "errors",
+    "SessionClosed": "errors",
+    "SessionManager": "session.manager",
+    "SessionNotReady": "errors",
+    "Status": "events",
+    "StepOutcomeUnknown": "errors",
+    "StepStream": "session.stream",
+    "StopGraceExceeded": "errors",
+    "StopRequested": "errors",
+    "Supervisor": "supervisor",
+    "SupervisorError": "errors",
+    "SystemClock": "clock",
+    "UnknownMaster": "errors",
+    "WrongEventLoop": "errors",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its room (PEP 562)."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
