@@ -145,6 +145,10 @@ class Coordinator:
             self._stop_seen_at = None
             self._stop = self._joined = False
 
+    def mark_joined(self) -> None:
+        """From now on a reported error is raised in the caller: nobody will join any more."""
+        self._joined = True
+
     @property
     def joined(self) -> bool:
         """Whether `join` has ended since the last `clear_stop`."""

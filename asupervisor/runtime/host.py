@@ -460,6 +460,7 @@ class Host(Generic[T]):
         self.coordinator.drain()
         _set(self._body_done)
         await asyncio.wait([self._settled])
+        self.coordinator.mark_joined()
         self.coordinator.raise_requested_exception()
         late = [service.name for service in self._running_services()]
         if late and not ignore_live_threads:

@@ -33,6 +33,7 @@ class SignalHandlers:
         self._signals = tuple(signals)
         self._previous: dict[int, Any] = {}
         self._received = 0
+        self._held_back: int | None = None
 
     def install(self) -> None:
         """Install the handlers.
@@ -49,23 +50,37 @@ class SignalHandlers:
             signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Put the previous handlers back, where nobody has replaced ours meanwhile."""
+        """Put the previous handlers back, and do nothing but pass signals on where somebody has chained to ours."""
+        self._on_signal = _ignore
         for number, previous in self._previous.items():
             # A method's bound objects are equal, not identical.
             if signal.getsignal(number) == self._handle and previous is not None:
                 with contextlib.suppress(ValueError):  # not in the main thread any more
                     signal.signal(number, previous)
-        self._previous = {}
+
+    def raise_held_back(self) -> None:
+        """Send the process the signal whose default action was held back for an orderly end; after `restore`.
+
+        The process then ends with the status that its parent expects of that signal.
+        """
+        number, self._held_back = self._held_back, None
+        if number is not None:
+            signal.raise_signal(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received += 1
         self._on_signal(number)
         previous = self._previous.get(number)
         is_default = previous in (signal.SIG_DFL, signal.default_int_handler)
-        if is_default and self._received == 1:
+        if is_default and self._received == 1 and self._on_signal is not _ignore:
+            self._held_back = number
             return
         if callable(previous):
             previous(number, frame)
         elif previous == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def _ignore(number: int) -> None:
+    """What a handler does whose session has ended."""
