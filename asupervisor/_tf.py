@@ -35,3 +35,20 @@ class SessionNotReady(errors.SessionNotReady, tf.errors.DeadlineExceededError): 
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.variables, self.waited_secs, self._what)
+
+
+def write_plugin_assets(graph: tf.Graph, logdir: str) -> None:
+    """Write the files that TensorBoard's plugins attached to a graph, below ``logdir/plugins``; blocking.
+
+    Without TensorFlow's private list of them, nothing is written: TensorBoard then shows the data without them.
+    """
+    try:
+        from tensorflow.python.summary import plugin_asset
+    except ImportError:
+        return
+    for plugin in plugin_asset.get_all_plugin_assets(graph):
+        directory = f"{logdir}/plugins/{plugin.plugin_name}"
+        tf.io.gfile.makedirs(directory)
+        for name, content in plugin.assets().items():
+            with tf.io.gfile.GFile(f"{directory}/{name}", "w") as file:
+                file.write(content)
