@@ -4,6 +4,7 @@ The pytest plugin is `asupervisor.testing.plugin`. Nothing here imports TensorFl
 """
 
 from asupervisor.testing.clock import ManualClock
+from asupervisor.testing.faults import FaultPoints
 from asupervisor.testing.stalls import Stall, StallWatch
 
-__all__ = ["ManualClock", "Stall", "StallWatch"]
+__all__ = ["FaultPoints", "ManualClock", "Stall", "StallWatch"]
