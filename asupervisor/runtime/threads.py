@@ -6,7 +6,6 @@ more, so that a feeder's or a writer's work does not pay for a new thread each t
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 
@@ -30,6 +29,7 @@ class SideThreads:
         self._guard = threading.Lock()
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
+        self._gone: list[threading.Thread] = []  # they have left the pool, and end in this very moment
         self._ending = Ending()
 
     def submit(self, work: Work, label: str = "") -> None:
@@ -48,9 +48,9 @@ class SideThreads:
             worker = self._idle.pop() if self._idle else None
             if worker is None:
                 worker = _Worker(self)
-                self._workers.add(worker)
                 worker.give(work, label)
                 worker.thread.start()
+                self._workers.add(worker)
             else:
                 worker.give(work, label)
 
@@ -75,6 +75,7 @@ class SideThreads:
         self._guard = threading.Lock()
         self._idle.clear()
         self._workers.clear()
+        self._gone.clear()
         self._ending = Ending()
         self._ending.signal()
 
@@ -88,7 +89,12 @@ class SideThreads:
             Whether all have ended; `busy` names the others, which are daemons and end with their work.
         """
         self.shutdown()
-        return await self._ending.wait(timeout_secs)
+        ended = await self._ending.wait(timeout_secs)
+        with self._guard:
+            gone, self._gone = self._gone, []
+        for thread in gone:
+            thread.join()  # microseconds: its last statement was to say that it is gone
+        return ended
 
     # ------------------------------------------------------------------------------------- on a side thread
 
@@ -115,6 +121,8 @@ class SideThreads:
     def _ended(self, worker: _Worker) -> None:
         with self._guard:
             self._workers.discard(worker)
+            self._gone = [thread for thread in self._gone if thread.is_alive()]
+            self._gone.append(worker.thread)
             if self.closed and not self._workers:
                 self._ending.signal()
 
@@ -164,13 +172,3 @@ class _Worker:
                     return
         finally:
             self._pool._ended(self)
-
-
-async def all_ended(*endings: Ending, timeout_secs: float) -> bool:
-    """Whether all of them came within one common time limit, in seconds."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_secs
-    reached = True
-    for ending in endings:
-        reached = await ending.wait(deadline - loop.time()) and reached
-    return reached

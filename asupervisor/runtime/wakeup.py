@@ -61,9 +61,7 @@ class LoopBell:
             called on the loop). Otherwise each ring is a `call_soon_threadsafe`.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, on_ring: Callable[[], None], *, attached: bool
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_ring: Callable[[], None], *, attached: bool) -> None:
         self._loop = loop
         self._on_ring = on_ring
         self._guard = threading.Lock()

@@ -1,0 +1,331 @@
+"""One piece of work on its way to a thread and back to whoever waits for it.
+
+A `Call` is the work, the place in a lane, and the future of its result in one object, because a hop is paid for in
+allocations and in turns of the event loop. An awaiting task is woken directly from the loop's wake-up callback: with
+an ordinary future the loop would need one more turn (a poll of the selector) to get there.
+
+Who owns what:
+
+* a call that lies in a lane belongs to nobody. Taking it out of the lane (`popleft` by a worker, `remove` by who
+  withdraws it) is atomic, and whoever succeeded owns it: there is no other state, hence no race between them.
+* `done` and the waiter's callback are touched on the waiter's loop only. A worker that has finished posts the call
+  into the mailbox; if `done` is set by then, the waiter was cancelled and the result is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from time import monotonic
+from typing import Any, Final
+
+from asupervisor.errors import WrongEventLoop
+from asupervisor.events import EventSink
+from asupervisor.runtime.wakeup import LoopBell
+
+HELD: Final = object()
+"""What `Call.invoke` returns when the call was put aside: it has no result yet, and its time will come."""
+
+Lane = deque[Any]
+
+
+class Call:
+    """Work for a worker thread, and its result.
+
+    Args:
+        mailbox: Where the result goes.
+        emit: Told when the result had to be dropped because the waiter was cancelled.
+    """
+
+    __slots__ = (
+        "_asyncio_future_blocking",
+        "_callback",
+        "_cancel_message",
+        "_context",
+        "_loop",
+        "cancelled_",
+        "done",
+        "emit",
+        "lane",
+        "mailbox",
+        "ok",
+        "queued",
+        "started",
+        "value",
+    )
+
+    def __init__(self, mailbox: Mailbox | Rendezvous, emit: EventSink) -> None:
+        self.mailbox = mailbox
+        self.emit = emit
+        self.done = False
+        self.ok = False
+        self.value: Any = None
+        self.lane: Lane | None = None
+        self.queued = self.started = monotonic()
+        self.cancelled_ = False
+        self._loop = mailbox.loop
+        self._callback: Callable[[Call], object] | None = None
+        self._asyncio_future_blocking = False
+
+    def invoke(self) -> Any:
+        """Do the work; on the worker thread."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """What this is, for people; any thread."""
+        raise NotImplementedError
+
+    def withdraw(self) -> bool:
+        """Take it out of its lane, so that it never runs; any thread. False: a worker has it already."""
+        lane = self.lane
+        if lane is None:
+            return False
+        try:
+            lane.remove(self)
+        except ValueError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------ on a worker thread
+
+    def work(self) -> bool:
+        """Do the work and keep its outcome; False when it was put aside."""
+        self.started = monotonic()
+        try:
+            value = self.invoke()
+        except BaseException as error:
+            self.fail(error)
+        else:
+            if value is HELD:
+                return False
+            self.value = value
+            self.ok = True
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Keep an error as the outcome; any thread that owns the call.
+
+        Neither StopIteration nor asyncio's CancelledError may reach a coroutine as themselves: the one would end
+        it silently or hang its future, the other one would pass for a cancellation of the waiter.
+        """
+        if isinstance(error, StopIteration | asyncio.CancelledError):
+            boxed = RuntimeError(f"{self.describe()} raised {type(error).__name__}")
+            boxed.__cause__ = error
+            error = boxed
+        self.ok = False
+        self.value = error
+
+    # ----------------------------------------------------------------------------------- on the waiter's loop
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self.done:
+            self._asyncio_future_blocking = True
+            yield self
+        return self.result()
+
+    def result(self) -> Any:
+        """The outcome; raises it if it is an error."""
+        if self.cancelled_:
+            raise asyncio.CancelledError(*self._cancel_message)
+        if self.ok:
+            return self.value
+        error, self.value = self.value, None  # no cycle: error, traceback, frame, call, error
+        try:
+            if error is None:
+                raise RuntimeError(f"the result of {self.describe()} has been taken already")
+            raise error
+        finally:
+            del error, self
+
+    def add_done_callback(
+        self, callback: Callable[[Call], object], *, context: contextvars.Context | None = None
+    ) -> None:
+        """How asyncio's tasks wait for it."""
+        self._callback = callback
+        self._context = context
+
+    def cancel(self, msg: Any = None) -> bool:
+        """How asyncio's tasks cancel their wait: withdrawn if it has not started, else its result is dropped."""
+        if self.done:
+            return False
+        self.done = self.cancelled_ = True
+        self._cancel_message = () if msg is None else (msg,)
+        self.withdraw()
+        loop = self._loop
+        assert loop is not None
+        # Not directly: we are inside of whatever cancels, possibly inside of the task itself.
+        loop.call_soon(self._wake)
+        return True
+
+    def deliver(self) -> None:
+        """It came back to its loop."""
+        if self.done:
+            self.drop()
+            return
+        self.done = True
+        self._wake()
+
+    def _wake(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is None:
+            return
+        context = self._context
+        if context is None:
+            callback(self)
+        else:
+            context.run(callback, self)
+
+    def drop(self) -> None:
+        """Nobody waits any more: say how it ended, whatever thread this is."""
+        value, self.value = self.value, None
+        if self.ok:
+            self.emit(
+                "run.dropped",
+                f"{self.describe()} was cancelled in flight; it has finished and its result is dropped",
+                level="warning",
+                call=self.describe(),
+                error=None,
+            )
+        else:
+            self.emit(
+                "run.dropped",
+                f"{self.describe()} was cancelled in flight; it has failed: {value!r}",
+                level="warning",
+                call=self.describe(),
+                error=repr(value),
+            )
+        del value
+
+
+class FunctionCall(Call):
+    """A call of a function, in the context of whoever asked for it."""
+
+    __slots__ = ("_args", "_fn", "_label", "_work_context")
+
+    def __init__(
+        self,
+        mailbox: Mailbox | Rendezvous,
+        emit: EventSink,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        label: str | None,
+    ) -> None:
+        super().__init__(mailbox, emit)
+        self._fn: Callable[..., Any] | None = fn
+        self._args = args
+        self._label = label
+        self._work_context = contextvars.copy_context()
+
+    def invoke(self) -> Any:
+        """See `Call.invoke`."""
+        fn, args, self._fn, self._args = self._fn, self._args, None, ()
+        if self._label is None:
+            self._label = getattr(fn, "__qualname__", None) or repr(fn)
+        assert fn is not None
+        return self._work_context.run(fn, *args)
+
+    def describe(self) -> str:
+        """See `Call.describe`."""
+        return self._label or getattr(self._fn, "__qualname__", None) or repr(self._fn)
+
+
+class Mailbox:
+    """Results on their way to one loop: many are delivered with one wake-up.
+
+    Args:
+        loop: The loop.
+        attached: Whether the loop watches an own descriptor for this mailbox, which makes a wake-up cheap; then
+            `close` must be called. Otherwise it costs nothing to have, and more to use.
+    """
+
+    __slots__ = ("_bell", "box", "lags", "loop", "rung", "rung_at", "users")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, lags: deque[float], *, attached: bool = False) -> None:
+        self.loop = loop
+        self.box: deque[Any] = deque()
+        self.rung = False
+        self.rung_at = 0.0
+        self.lags = lags
+        self.users = 0
+        self._bell = LoopBell(loop, self._drain, attached=attached)
+
+    def post(self, item: Any) -> None:
+        """Put in a finished call, or anything else with `deliver` and `drop`, without waking the loop; any thread."""
+        self.box.append(item)
+
+    def ring(self) -> None:
+        """See to it that what was posted is delivered; any thread.
+
+        `_drain` takes the flag down before it counts what there is, so an item that was posted before a ring that
+        found the flag up is always counted.
+        """
+        if self.rung:
+            return
+        self.rung = True
+        self.rung_at = monotonic()
+        if not self._bell.ring():
+            self._drop_all()
+
+    def _drain(self) -> None:
+        lag = monotonic() - self.rung_at
+        self.rung = False
+        box = self.box
+        count = len(box)  # what comes while we deliver rings again: the loop's other work has its turn before
+        if count:
+            self.lags.append(lag)
+        try:
+            while count:
+                count -= 1
+                box.popleft().deliver()
+        finally:
+            if count:  # a task raised KeyboardInterrupt or SystemExit through us; the others must not wait for ever
+                self.ring()
+
+    def _drop_all(self) -> None:
+        while self.box:
+            self.box.popleft().drop()
+
+    def close(self) -> None:
+        """Stop watching the descriptor; on the loop. What is still posted is delivered all the same."""
+        self._bell.close()
+        if self.box and not self.loop.is_closed():
+            self.rung = False
+            self.ring()
+
+
+class Rendezvous:
+    """Where a blocked thread waits for one call."""
+
+    __slots__ = ("_gate", "loop")
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def post(self, item: Any) -> None:
+        """Release the waiting thread; any thread."""
+        self._gate.release()
+
+    def ring(self) -> None:
+        """Nothing to do: `post` has done it."""
+
+    def wait(self, call: Call) -> Any:
+        """The outcome of `call`; an interrupt withdraws it if it has not started."""
+        try:
+            self._gate.acquire()
+        except BaseException:
+            call.withdraw()
+            raise
+        return call.result()
+
+
+def no_loop_here(what: str) -> WrongEventLoop:
+    """The error for a call that needs a running loop and has none."""
+    return WrongEventLoop(
+        f"{what} was called in thread {threading.current_thread().name!r}, where no event loop is running",
+        "Await it on the event loop, or use the blocking form in other threads: sess.blocking.run(...).",
+    )

@@ -1,0 +1,587 @@
+"""`AsyncSession`: a TensorFlow session whose runs are awaited.
+
+The way of `await sess.run(...)`: look the plan up (on the loop, a dictionary access), put a call into the device
+thread's inbox, convert feeds and run there, come back with one wake-up of the loop. A plan that is not known yet is
+made on the device thread. Where that is busy, a side thread looks at the fetches at the same time: if all they do is
+to enqueue or close, the call goes to the side thread, because the step that keeps the device thread busy may be
+waiting for exactly that element.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import tensorflow as tf
+
+from asupervisor.errors import SessionClosed, WrongEventLoop
+from asupervisor.events import EventSink, log_only
+from asupervisor.runtime.calls import HELD, Call, Mailbox, Rendezvous, no_loop_here
+from asupervisor.runtime.device import (
+    DeviceExecutor,
+    DeviceStatistics,
+    Priority,
+    fail_all,
+    refuse_running_loop,
+)
+from asupervisor.runtime.statistics import Percentiles, window
+from asupervisor.runtime.threads import SideThreads
+from asupervisor.runtime.wakeup import Ending
+from asupervisor.session.blocking import BlockingSession
+from asupervisor.session.plan import PlanCache, RunPlan
+from asupervisor.session.rider import Rider, TrainingRuns
+
+if TYPE_CHECKING:
+    from asupervisor.runtime.coordinator import Coordinator
+
+STARVED_AFTER_SECS: Final = 1.0
+"""A run that may wait for input is reported when it takes longer, in seconds."""
+
+CLOSE_SECS: Final = 10.0
+"""How long `AsyncSession.close` waits for TensorFlow's own close, in seconds."""
+
+_running_loop = asyncio._get_running_loop
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatistics:
+    """How a session stands.
+
+    Attributes:
+        name: The session.
+        runs: Runs that have ended, of calls and of streams, all lanes.
+        training_runs: Those of them that were training runs and succeeded.
+        step_time: How long a training run took on the device thread.
+        run_time: How long any other run took on the device thread.
+        paused: Whether training runs wait.
+        held: Training runs that wait because of it.
+        streams: Streams that have not ended.
+        device: The device thread and its lanes.
+    """
+
+    name: str
+    runs: int
+    training_runs: int
+    step_time: Percentiles
+    run_time: Percentiles
+    paused: bool
+    held: int
+    streams: int
+    device: DeviceStatistics
+
+
+class RunCall(Call):
+    """One `run` on its way."""
+
+    __slots__ = ("aside", "feed_dict", "fetches", "options", "plan", "run_metadata", "session")
+
+    def __init__(
+        self,
+        session: AsyncSession,
+        mailbox: Mailbox | Rendezvous,
+        fetches: Any,
+        feed_dict: Any,
+        options: Any,
+        run_metadata: Any,
+        plan: RunPlan | None,
+    ) -> None:
+        super().__init__(mailbox, session._emit)
+        self.session = session
+        self.fetches = fetches
+        self.feed_dict = feed_dict
+        self.options = options
+        self.run_metadata = run_metadata
+        self.plan = plan
+        self.aside = False
+
+    def invoke(self) -> Any:
+        """See `Call.invoke`."""
+        return self.session._perform(self)
+
+    def describe(self) -> str:
+        """See `Call.describe`."""
+        return f"run of {describe_fetches(self.fetches)}"
+
+    def withdraw(self) -> bool:
+        """Take it out of whichever lane it is in; `_hold` and `resume` may be moving it at this moment."""
+        while True:
+            lane = self.lane
+            if super().withdraw():
+                return True
+            if lane is self.lane:
+                return False
+
+
+def describe_fetches(fetches: Any) -> str:
+    """Names of the fetches, shortened."""
+    text = repr(_names(fetches))
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _names(fetches: Any) -> Any:
+    if isinstance(fetches, dict):
+        return {key: _names(value) for key, value in fetches.items()}
+    if isinstance(fetches, list | tuple):
+        return [_names(value) for value in fetches]
+    name = getattr(fetches, "name", None)
+    return name if isinstance(name, str) else fetches
+
+
+class AsyncSession:
+    """A TensorFlow session for one event loop; its runs are awaited, and never interleave on the device thread.
+
+    It belongs to the loop that it was made on, or else to the first one that uses it.
+
+    Args:
+        raw: The TensorFlow session.
+        executor: Whose device thread it uses; sessions may share one. It is not closed by the session.
+        coordinator: Its stop ends streams and releases what `pause` holds.
+        global_step: What a training run writes; None means that a run that writes any variable is one.
+        emit: Told what happens.
+        close: What `close` does, for the owner of the session; by default it closes the TensorFlow session.
+        name: The session, for people.
+    """
+
+    def __init__(
+        self,
+        raw: tf.compat.v1.Session,
+        executor: DeviceExecutor,
+        *,
+        coordinator: Coordinator | None = None,
+        global_step: Any = None,
+        emit: EventSink = log_only,
+        close: Callable[[], Awaitable[None]] | None = None,
+        name: str = "session",
+        starved_after_secs: float = STARVED_AFTER_SECS,
+    ) -> None:
+        self.raw = raw
+        self.name = name
+        self.closed = False
+        self.executor = executor
+        self._device = executor.device
+        self._coordinator = coordinator
+        self._emit = emit
+        self._close = close
+        self._plans = PlanCache(raw, global_step=global_step)
+        self._runs = TrainingRuns(raw, emit)
+        self._held: deque[Any] = deque()
+        self._loop: Any = _running_loop() or _UNBOUND
+        self._mailbox: Mailbox | None = None
+        self._step_times, self._run_times = window(), window()
+        self._run_count = 0
+        self._raw_closed: Ending | None = None
+        self._blocking = BlockingSession(self)
+        self._starved_after_secs = starved_after_secs
+        self._watch: asyncio.TimerHandle | None = None
+        self._starved_call: object = None
+
+    # ------------------------------------------------------------------------------------------------- runs
+
+    def run(
+        self,
+        fetches: Any,
+        feed_dict: Any = None,
+        options: Any = None,
+        run_metadata: Any = None,
+        *,
+        lane: Literal["device", "side"] = "device",
+    ) -> Awaitable[Any]:
+        """Like `tf.compat.v1.Session.run`, awaited; its turn comes between two steps of the device thread.
+
+        Cancelled before it has started, it is withdrawn and never runs. Cancelled in flight, the caller is released
+        at once; the run ends on the device thread, its result is dropped and the event ``run.dropped`` says how it
+        ended. What frees a run that never ends is closing the session.
+
+        Args:
+            fetches: As in TensorFlow.
+            feed_dict: As in TensorFlow; leave its arrays alone until the result is there.
+            options: As in TensorFlow.
+            run_metadata: As in TensorFlow.
+            lane: ``"side"`` runs it on a side thread, beside the steps: for what blocks on purpose, such as an
+                enqueue on a full queue. A run that does nothing but enqueue or close goes there by itself.
+
+        Returns:
+            What TensorFlow's `run` returns, when awaited.
+
+        Raises:
+            WrongEventLoop: At once, when called off the loop (use `blocking` there) or on another loop.
+            SessionClosed: At once, when the session is closed.
+        """
+        if _running_loop() is not self._loop or self.closed or self._mailbox is None:
+            self._bind("run")
+        if lane != "device":
+            if lane != "side":
+                raise ValueError(f"lane must be 'device' or 'side', not {lane!r}")
+            return self._run_aside(fetches, feed_dict, options, run_metadata)
+        return self._run(fetches, feed_dict, options, run_metadata)
+
+    async def _run(self, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any) -> Any:
+        plan = self._plans.peek(fetches, feed_dict) if options is None and run_metadata is None else None
+        assert self._mailbox is not None
+        call = RunCall(self, self._mailbox, fetches, feed_dict, options, run_metadata, plan)
+        device = self._device
+        if plan is None:
+            self._send_unknown(call)
+        elif plan.side_lane:
+            call.aside = True
+            device.submit_side(call)
+        else:
+            device.submit(call, device.interactive)
+            if self._watch is None and plan.may_wait:
+                self._watch_later()
+        return await call
+
+    async def _run_aside(self, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any) -> Any:
+        assert self._mailbox is not None
+        call = RunCall(self, self._mailbox, fetches, feed_dict, options, run_metadata, None)
+        call.aside = True
+        self._device.submit_side(call)
+        return await call
+
+    def _send_unknown(self, call: RunCall) -> None:
+        """Submit a call whose plan is not known yet; see the module's docstring."""
+        device = self._device
+        idle = device.idle()
+        device.submit(call, device.interactive)
+        if self._watch is None:
+            self._watch_later()
+        if not idle:
+            device.side.submit(lambda: self._divert(call), "plan")
+
+    def _divert(self, call: RunCall) -> None:
+        """On a side thread: run the call here if it must not wait for the device thread."""
+        try:
+            plan = self._plans.plan(call.fetches, call.feed_dict, call.options, call.run_metadata)
+        except Exception:  # the device thread will meet the same error, and report it in its turn
+            return
+        call.plan = plan
+        if plan.side_lane and call.withdraw():
+            call.aside = True
+            if call.work():
+                call.mailbox.post(call)
+                call.mailbox.ring()
+
+    def _perform(self, call: RunCall) -> Any:
+        """Do a run, on the thread that it is meant for."""
+        if self.closed:
+            raise SessionClosed(self.name)
+        plan = call.plan
+        if plan is None:
+            plan = self._plans.plan(call.fetches, call.feed_dict, call.options, call.run_metadata)
+            call.plan = plan
+            if plan.side_lane and not call.aside:
+                call.aside = True
+                self._device.submit_side(call)
+                return HELD
+        if call.aside:
+            try:
+                return plan.run(call.feed_dict)
+            finally:
+                self._run_count += 1
+        if plan.is_training and self._runs.paused and self._hold(call):
+            return HELD
+        return self._on_device(plan, call.feed_dict)
+
+    def _on_device(self, plan: RunPlan, feed_dict: Any) -> Any:
+        begun = monotonic()
+        try:
+            args = plan.convert(feed_dict)
+            if plan.is_training:
+                return self._runs.run(plan, args)
+            return plan.execute(args)
+        finally:
+            self._run_count += 1
+            (self._step_times if plan.is_training else self._run_times).append(monotonic() - begun)
+
+    def _run_blocking(
+        self, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any, lane: Literal["device", "side"]
+    ) -> Any:
+        if self.closed:
+            raise SessionClosed(self.name)
+        if lane not in ("device", "side"):
+            raise ValueError(f"lane must be 'device' or 'side', not {lane!r}")
+        inline = self.executor.on_device_thread()
+        if not inline:
+            refuse_running_loop("sess.blocking.run", "Await sess.run(...) on the event loop.")
+        plan = self._plans.plan(fetches, feed_dict, options, run_metadata)
+        if not inline and (lane == "side" or plan.side_lane):
+            return plan.run(feed_dict)
+        if inline:
+            return self._on_device(plan, feed_dict)
+        rendezvous = Rendezvous()
+        call = RunCall(self, rendezvous, fetches, feed_dict, options, run_metadata, plan)
+        self._device.submit(call, self._device.interactive)
+        return rendezvous.wait(call)
+
+    def make_callable(
+        self, fetches: Any, feed_list: Any = None, accept_options: bool = False
+    ) -> Callable[..., Awaitable[Any]]:
+        """Like `tf.compat.v1.Session.make_callable`; the result is awaited like `run`.
+
+        Args:
+            fetches: As in TensorFlow.
+            feed_list: As in TensorFlow: the tensors that the callable's positional arguments feed.
+            accept_options: As in TensorFlow: whether the callable takes `options` and `run_metadata`.
+
+        Raises:
+            TypeError: `feed_list` is not a list or tuple.
+        """
+        if feed_list is not None and not isinstance(feed_list, list | tuple):
+            raise TypeError(f"Argument `feed_list` must be a list or tuple. Received: feed_list={feed_list}")
+        keys = tuple(feed_list or ())
+
+        def run(*feeds: Any, **options: Any) -> Awaitable[Any]:
+            if len(feeds) != len(keys):
+                raise TypeError(f"the callable feeds {len(keys)} tensors, and was given {len(feeds)} values")
+            if options and not accept_options:
+                raise TypeError(f"made without accept_options=True, it takes no {', '.join(sorted(options))}")
+            return self.run(fetches, dict(zip(keys, feeds, strict=True)) if keys else None, **options)
+
+        return run
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    async def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(raw, *args)` on the device thread, between two steps, with the graph entered.
+
+        Cancellation is that of `run`.
+
+        Args:
+            fn: Any blocking function; its first argument is the TensorFlow session.
+            *args: The others.
+        """
+        self._bind("call")
+        return await self.executor.call(self._entered, fn, args, label=_label(fn))
+
+    async def control(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Like `call`, before everything else that waits: for a snapshot or a save."""
+        self._bind("control")
+        return await self.executor.call(self._entered, fn, args, priority=Priority.CONTROL, label=_label(fn))
+
+    async def side(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(raw, *args)` on a side thread, beside the steps, with the graph entered."""
+        self._bind("side")
+        return await self.executor.side(self._entered, fn, args, label=_label(fn))
+
+    def _entered(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        # The default graph is a matter of the thread: it is entered here, for this call only.
+        with self.graph.as_default():
+            return fn(self.raw, *args)
+
+    def _call_blocking(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.closed:
+            raise SessionClosed(self.name)
+        return self.executor.call_blocking(self._entered, fn, args, label=_label(fn))
+
+    # -------------------------------------------------------------------------------------------- properties
+
+    @property
+    def graph(self) -> tf.Graph:
+        """The graph; `tensor.eval(session=sess)` and `op.run(session=sess)` give awaitables."""
+        return self.raw.graph
+
+    @property
+    def blocking(self) -> BlockingSession:
+        """The same session for other threads; inline on the device thread."""
+        return self._blocking
+
+    @property
+    def training_runs(self) -> int:
+        """Training runs that have succeeded in this session; any thread."""
+        return self._runs.count
+
+    @property
+    def paused(self) -> bool:
+        """Whether training runs and streams wait."""
+        return self._runs.paused
+
+    def statistics(self) -> SessionStatistics:
+        """How it stands; any thread."""
+        return SessionStatistics(
+            name=self.name,
+            runs=self._run_count,
+            training_runs=self._runs.count,
+            step_time=Percentiles.of(self._step_times),
+            run_time=Percentiles.of(self._run_times),
+            paused=self._runs.paused,
+            held=len(self._held),
+            streams=0,
+            device=self.executor.statistics(),
+        )
+
+    # ------------------------------------------------------------------------------------- pause, ride, alarm
+
+    def pause(self) -> None:
+        """From the next step boundary on, training runs and streams wait; everything else goes on. Any thread."""
+        if self._coordinator is None or not self._coordinator.should_stop():
+            self._runs.paused = True
+
+    def resume(self) -> None:
+        """Undo `pause`; any thread. A requested stop does the same."""
+        self._runs.paused = False
+        while self._held:
+            try:
+                call = self._held.popleft()
+            except IndexError:
+                break
+            try:
+                self._device.submit(call, self._device.interactive)
+            except SessionClosed as error:
+                call.fail(error)
+                call.mailbox.post(call)
+                call.mailbox.ring()
+
+    def _hold(self, call: RunCall) -> bool:
+        """On the device thread: put a training run aside. False: the pause is over already."""
+        call.lane = self._held
+        self._held.append(call)
+        # `resume` clears the flag and then empties the lane: if it has missed this call, we see the flag cleared.
+        return self._runs.paused or not call.withdraw()
+
+    def board(self, rider: Rider) -> None:
+        """Let a rider go along with the next training run that suits it; any thread."""
+        self._runs.board(rider)
+
+    def disembark(self, rider: Rider) -> None:
+        """Undo `board`; any thread."""
+        self._runs.disembark(rider)
+
+    def set_alarm(self, at_training_runs: int, fn: Callable[[], None]) -> None:
+        """Call `fn` once on the device thread, right after the training run of this number; any thread.
+
+        Args:
+            at_training_runs: When `training_runs` has reached this; after the next one if it has already.
+            fn: What to call, between two steps. Its exceptions are reported, and fail nothing.
+        """
+        self._runs.set_alarm(at_training_runs, fn)
+
+    # ------------------------------------------------------------------------------------------------- close
+
+    async def close(self) -> None:
+        """Close the session; idempotent. Its owner saves first where a final save is due.
+
+        Queued runs fail with `SessionClosed`, a run in flight with TensorFlow's CancelledError.
+        """
+        if self._close is not None:
+            await self._close()
+        else:
+            await self.close_raw(CLOSE_SECS)
+
+    async def close_raw(self, timeout_secs: float) -> bool:
+        """Close the TensorFlow session itself; for the owner of the session, idempotent.
+
+        Args:
+            timeout_secs: How long to wait; TensorFlow's close can block on a running Python operation.
+
+        Returns:
+            Whether it is closed. If not, or if this is cancelled, a side thread goes on trying.
+        """
+        self._end_use()
+        if self._raw_closed is None:
+            self._raw_closed = Ending()
+            ending = self._raw_closed
+
+            def work() -> None:
+                try:
+                    self._plans.drop()
+                    self.raw.close()
+                except Exception as error:
+                    self._emit(
+                        "session.close_failed",
+                        f"closing {self.name} failed: {error!r}",
+                        level="warning",
+                        error=repr(error),
+                    )
+                finally:
+                    ending.signal()
+
+            try:
+                self._device.side.submit(work, f"close of {self.name}")
+            except RuntimeError:  # the executor is closed already
+                pool = SideThreads("asupervisor", idle_secs=0.0)
+                pool.submit(work, f"close of {self.name}")
+                pool.shutdown()
+        try:
+            return await self._raw_closed.wait(timeout_secs)
+        finally:
+            if self._mailbox is not None:
+                mailbox, self._mailbox = self._mailbox, None
+                self._device.detach(mailbox)
+
+    def _end_use(self) -> None:
+        """No run starts any more, and what has not started fails."""
+        self.closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+        def error() -> SessionClosed:
+            return SessionClosed(self.name)
+
+        fail_all(self._held, error)
+        fail_all(
+            self._device.interactive,
+            error,
+            lambda call: isinstance(call, RunCall) and call.session is self,
+        )
+
+    # ------------------------------------------------------------------------------------------------ guards
+
+    def _bind(self, what: str) -> None:
+        """Check loop and state, and attach to the loop at the first use."""
+        loop = _running_loop()
+        if loop is None:
+            raise no_loop_here(f"sess.{what}(...)")
+        if self.closed or self._device.closed:
+            raise SessionClosed(self.name)
+        if loop is not self._loop:
+            if self._loop is not _UNBOUND:
+                raise WrongEventLoop(
+                    f"{self.name} belongs to another event loop than the one that runs here",
+                    "Use it on its own loop, or from other threads through sess.blocking.",
+                )
+            self._loop = loop
+        if self._mailbox is None:
+            self._mailbox = self._device.attach(loop)
+
+    def _watch_later(self) -> None:
+        self._watch = self._loop.call_later(self._starved_after_secs / 2, self._look_for_starved)
+
+    def _look_for_starved(self) -> None:
+        """On the loop, twice a second while runs that may wait are about: name what has waited for too long."""
+        self._watch = None
+        current = self._device.current
+        if current is None and not self._device.interactive:
+            return
+        self._watch_later()
+        if not isinstance(current, RunCall) or current.session is not self or current is self._starved_call:
+            return
+        plan = current.plan
+        waited_secs = monotonic() - current.started
+        if plan is None or not plan.may_wait or waited_secs < self._starved_after_secs:
+            return
+        self._starved_call = current
+        self._report_starved(plan, current.describe(), waited_secs)
+
+    def _report_starved(self, plan: RunPlan, what: str, waited_secs: float) -> None:
+        sources = ", ".join(sorted(plan.touches.sources))
+        self._emit(
+            "step.starved",
+            f"{what} has been waiting for {waited_secs:.1f} s; it takes from {sources}. "
+            "Is its producer alive, and fast enough?",
+            level="warning",
+            run=what,
+            sources=sorted(plan.touches.sources),
+            waited_secs=waited_secs,
+        )
+
+
+def _label(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+_UNBOUND: Final = object()
