@@ -65,9 +65,9 @@ def unsubscribe(on_signal: OnSignal) -> None:
         if signal.getsignal(number) is _handle and _previous[number] is not None:
             with contextlib.suppress(ValueError):  # not in the main thread any more
                 signal.signal(number, _previous[number])
-    number, _held_back = _held_back, None
-    if number is not None:
-        signal.raise_signal(number)
+    held_back, _held_back = _held_back, None
+    if held_back is not None:
+        signal.raise_signal(held_back)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
