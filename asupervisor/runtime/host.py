@@ -494,6 +494,11 @@ class Host(Generic[T]):
         self._group = None
 
     @property
+    def interrupted(self) -> bool:
+        """Whether somebody who waits for the end was cancelled."""
+        return self._interrupts > 0
+
+    @property
     def finished(self) -> bool:
         """Whether everything has ended."""
         return self._finished.done()

@@ -47,6 +47,7 @@ class TrainingRuns:
         self.raw = raw
         self.count = 0
         self.paused = False
+        self.failure: BaseException | None = None
         self._emit = emit
         self._guard = threading.Lock()
         self._riders: list[Rider] = []
@@ -78,10 +79,11 @@ class TrainingRuns:
 
     def run(self, plan: RunPlan, args: Any) -> Any:
         """One training run with converted feeds, whoever rides along, and what is due after it."""
-        if self._riders:
-            result = self._run_with_riders(plan, args)
-        else:
-            result = plan.execute(args)
+        try:
+            result = self._run_with_riders(plan, args) if self._riders else plan.execute(args)
+        except BaseException as error:
+            self.failure = error
+            raise
         self.count += 1
         if self.count >= self._next_alarm:
             self._ring_alarms()

@@ -395,6 +395,11 @@ class AsyncSession:
         return self._runs.count
 
     @property
+    def failed_training_run(self) -> BaseException | None:
+        """The error of the last training run that failed, until the session is closed; any thread."""
+        return self._runs.failure
+
+    @property
     def paused(self) -> bool:
         """Whether training runs and streams wait."""
         return self._runs.paused
@@ -515,6 +520,7 @@ class AsyncSession:
     def _end_use(self) -> None:
         """No run starts any more, and what has not started fails."""
         self.closed = True
+        self._runs.failure = None  # its traceback refers to us
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
