@@ -17,7 +17,8 @@ def readme(pytestconfig: pytest.Config) -> str:
 
 
 def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [body for name, body in found if name == language]
 
 
 def test_the_example_runs_and_resumes(readme: str, tmp_path: Path, python: str, fresh_environ: dict[str, str]) -> None:

@@ -1,0 +1,220 @@
+"""The examples do what they say: trained to the end, resumed, interrupted, fed by queues, served over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tensorflow as tf
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(sys.platform == "win32", reason="signals and terminals of another kind"),
+]
+
+FOR_EVER = "1000000000"
+
+
+@pytest.fixture
+def examples(pytestconfig: pytest.Config) -> Path:
+    return pytestconfig.rootpath / "examples"
+
+
+@pytest.fixture
+def train(examples: Path, python: str, fresh_environ: dict[str, str], tmp_path: Path) -> Callable[..., Any]:
+    """Run train_digits.py to its end: its result, its output, its error output."""
+
+    def run(*arguments: str) -> tuple[dict[str, Any], str, str]:
+        done = subprocess.run(
+            [python, str(examples / "train_digits.py"), "--logdir", str(tmp_path / "run"), *arguments],
+            env=fresh_environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr
+
+    return run
+
+
+@pytest.fixture
+def start(examples: Path, python: str, fresh_environ: dict[str, str]) -> Iterator[Callable[..., Any]]:
+    """Start an example with its error output on a terminal: the process, and a function that reads that."""
+    import pty
+
+    running: list[subprocess.Popen[str]] = []
+    ours: list[int] = []
+
+    def begin(script: str, *arguments: str) -> tuple[subprocess.Popen[str], Callable[[str], re.Match[str]]]:
+        screen, terminal = pty.openpty()
+        process = subprocess.Popen(
+            [python, str(examples / script), *arguments],
+            env=fresh_environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=terminal,
+            text=True,
+            # A terminal's Ctrl-C must reach it even where this suite runs in the background.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        os.close(terminal)
+        running.append(process)
+        ours.append(screen)
+        seen = ""
+
+        def read_until(pattern: str, limit_secs: float = 60) -> re.Match[str]:
+            """Read the terminal until it shows the pattern; what was read before is not looked at again."""
+            nonlocal seen
+            deadline = time.monotonic() + limit_secs
+            while (found := re.search(pattern, seen)) is None:
+                ready, _, _ = select.select([screen], [], [], max(0.0, deadline - time.monotonic()))
+                assert ready, f"no {pattern!r} in {seen[-2000:]!r}"
+                try:
+                    seen += os.read(screen, 65536).decode(errors="replace")
+                except OSError:  # the other side is closed
+                    pytest.fail(f"ended without {pattern!r}: {seen[-2000:]!r}")
+            seen = seen[found.end() :]
+            return found
+
+        return process, read_until
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+    for screen in ours:
+        os.close(screen)
+
+
+def saved_steps(logdir: Path) -> list[int]:
+    return sorted(int(path.stem.rpartition("-")[2]) for path in logdir.glob("model.ckpt-*.index"))
+
+
+def scalars(logdir: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar of the event files: tag, then (step, value)."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(logdir.glob("events.out.tfevents.*")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+@pytest.mark.parametrize("source", ["feed", "queue"])
+def test_train_digits_learns_and_resumes(train, tmp_path: Path, source: str) -> None:
+    """97 % and more on held-out digits, in under a minute; a second run goes on where the first one ended."""
+    began = time.monotonic()
+    result, output, errors = train("--input", source)
+    took_secs = time.monotonic() - began
+    assert result["test_accuracy"] >= 0.97
+    assert (result["start_step"], result["global_step"]) == (0, 1000)
+    assert took_secs < 60
+    assert "Resuming" not in output
+    assert "steps/s" not in errors, "the progress line is for terminals"
+    assert saved_steps(tmp_path / "run")[-1] == 1000
+
+    result, output, _ = train("--input", source, "--steps", "1100")
+    assert (result["start_step"], result["global_step"]) == (1000, 1100)
+    assert "Resuming at step 1000" in output
+    assert saved_steps(tmp_path / "run")[-1] == 1100
+
+    curves = scalars(tmp_path / "run")
+    assert {"loss", "accuracy"} <= curves.keys()
+    assert all(0 < step <= 1100 for step, _ in curves["loss"])
+    assert curves["accuracy"][-1][1] > 0.9
+
+
+def test_train_digits_has_nothing_to_do(train) -> None:
+    """The number of steps is absolute: a run that is already there trains no further."""
+    train("--steps", "20")
+    result, _, _ = train("--steps", "20")
+    assert (result["start_step"], result["global_step"]) == (20, 20)
+
+
+def test_train_digits_on_a_local_server(train) -> None:
+    result, _, _ = train("--steps", "30", "--master", "local")
+    assert result["global_step"] == 30
+
+
+def test_train_digits_names_the_masters(examples: Path, python: str, fresh_environ, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [python, str(examples / "train_digits.py"), "--logdir", str(tmp_path), "--master", "nonsense"],
+        env=fresh_environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "nonsense" in done.stderr
+    assert "grpc://host:port" in done.stderr
+    assert saved_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("source", ["feed", "queue"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_f06_f16_train_digits_interrupted(start, train, tmp_path: Path, number: signal.Signals, source: str) -> None:
+    """It ends within two seconds as a shell expects, with the step saved that it had reached, and can go on.
+
+    On the same script TensorFlow's Supervisor saves nothing at the end: its last checkpoint is the timed one.
+    """
+    logdir = tmp_path / "run"
+    process, read_until = start("train_digits.py", "--logdir", str(logdir), "--steps", FOR_EVER, "--input", source)
+    read_until(r"loss=")
+    shown = int(read_until(r"\| ([1-9]\d*)/1000000000 \[[^\]]*steps/s")[1])
+    began = time.monotonic()
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    took_secs = time.monotonic() - began
+    assert process.returncode == -number
+    assert took_secs < 2.0
+    assert "global_step" not in output
+    reached = saved_steps(logdir)[-1]
+    assert reached >= shown
+
+    result, output, _ = train("--steps", str(reached + 10), "--input", source)
+    assert (result["start_step"], result["global_step"]) == (reached, reached + 10)
+    assert f"Resuming at step {reached}" in output
+
+
+def test_fastapi_app(start, tmp_path: Path) -> None:
+    """It trains and answers at once; a server that ends saves the step."""
+    logdir = tmp_path / "run"
+    process, read_until = start("fastapi_app.py", "--logdir", str(logdir), "--steps", FOR_EVER, "--port", "0")
+    address = read_until(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")[1]
+    digits = pytest.importorskip("sklearn.datasets").load_digits()
+    steps: list[int] = []
+    with httpx.Client(base_url=address, timeout=30, trust_env=False) as client:
+        deadline = time.monotonic() + 60
+        while not steps or steps[-1] < 300:
+            assert time.monotonic() < deadline
+            status = client.get("/status").raise_for_status().json()
+            assert status["state"] == "running"
+            steps.append(status["global_step"])
+        assert steps == sorted(steps)
+
+        right = 0
+        for image, label in zip(digits.images[:50], digits.target[:50], strict=True):
+            answer = client.post("/predict", json={"image": image.tolist()}).raise_for_status().json()
+            assert 0 <= answer["probability"] <= 1
+            assert answer["global_step"] >= steps[-1]
+            right += answer["digit"] == label
+        assert right >= 40
+        assert client.post("/predict", json={"image": [[1]]}).status_code == 422
+        last = client.get("/status").json()["global_step"]
+
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert saved_steps(logdir)[-1] >= last
