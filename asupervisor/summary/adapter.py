@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ from asupervisor.clock import Clock
 from asupervisor.events import EventSink, log_only
 from asupervisor.summary.base import SummaryWriter
 from asupervisor.summary.records import Record
+from asupervisor.summary.sink import describe
 
 
 class FileWriterAdapter(SummaryWriter):
@@ -50,7 +52,8 @@ class FileWriterAdapter(SummaryWriter):
         super().__init__(emit=emit, clock=clock, max_records=max_records, max_bytes=max_bytes)
 
     def _backend(self) -> _ForeignBackend:
-        return _ForeignBackend(self.writer, self._emit, self._name())
+        logdir = self.get_logdir()
+        return _ForeignBackend(self.writer, self._emit, self._name(), "" if "://" in logdir else logdir)
 
     def _name(self) -> str:
         return f"{type(self.writer).__name__} of {self.get_logdir()}"
@@ -73,11 +76,13 @@ class _ForeignBackend:
     raises is given up, and the next one finds the writer opened again, in a new file.
     """
 
-    def __init__(self, writer: Any, emit: EventSink, name: str) -> None:
+    def __init__(self, writer: Any, emit: EventSink, name: str, logdir: str) -> None:
         self._writer = writer
+        self._logdir = logdir
         self._emit = emit
         self._name = name
         self._reopen = True
+        self._written = False  # an event file was seen in the directory
         self._failing = False
         self._preamble: list[Record] = []
 
@@ -86,11 +91,7 @@ class _ForeignBackend:
         given_up = 0
         for record in batch:
             try:
-                if self._reopen:
-                    self._writer.reopen()  # does nothing where the writer is open
-                    self._reopen = False
-                    for earlier in self._preamble:
-                        self._add(earlier)
+                self._look_after()
                 self._add(record)
             except Exception as error:
                 given_up += 1
@@ -102,10 +103,38 @@ class _ForeignBackend:
             if callable(getattr(self._writer, "flush", None)) and not self._reopen:
                 self._writer.flush()
                 self._failing = False
+                self._written = self._written or (bool(self._logdir) and _has_event_file(self._logdir))
         except Exception as error:
             given_up = len(batch)
             self._failed(error)
         return given_up
+
+    def _look_after(self) -> None:
+        """See that the writer is open and has a directory, and that its file begins with the graph."""
+        if self._vanished():
+            # TensorFlow's own would go on without a file, and tell only its log.
+            self._emit(
+                "summary.file_vanished",
+                f"{self._logdir} was emptied while it was written: going on in a new event file",
+                level="warning",
+                path=self._logdir,
+            )
+            self._writer.close()
+            Path(self._logdir).mkdir(parents=True, exist_ok=True)
+            self._reopen, self._written = True, False
+        if self._reopen:
+            self._writer.reopen()  # does nothing where the writer is open
+            self._reopen = False
+            for earlier in self._preamble:
+                self._add(earlier)
+
+    def _vanished(self) -> bool:
+        if not self._logdir:
+            return False
+        try:
+            return not _has_event_file(self._logdir) and self._written
+        except FileNotFoundError:
+            return True
 
     def _failed(self, error: Exception) -> None:
         self._reopen = True
@@ -116,7 +145,7 @@ class _ForeignBackend:
                 f"{self._name}: cannot write, training goes on: {error}",
                 level="error",
                 sink=self._name,
-                error=repr(error),
+                error=describe(error),
             )
 
     def _add(self, record: Record) -> None:
@@ -140,6 +169,10 @@ class _ForeignBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._writer.close()
+
+
+def _has_event_file(logdir: str) -> bool:
+    return any("tfevents" in path.name for path in Path(logdir).iterdir())
 
 
 def adapt(writer: Any, *, emit: EventSink = log_only, clock: Clock | None = None) -> SummaryWriter:

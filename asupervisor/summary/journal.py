@@ -25,6 +25,7 @@ import anyio
 
 from asupervisor.events import Event, EventSink, log_only
 from asupervisor.runtime.threads import SideThreads
+from asupervisor.summary.sink import describe
 
 FILE_NAME = "journal.jsonl"
 
@@ -95,7 +96,10 @@ class Journal:
             raise
         finally:
             if writer is not None and not writer.done():
+                # Stuck in a thread. Released, it closes its file, for which it still needs the other threads.
                 writer.cancel()
+                with anyio.CancelScope(shield=True):
+                    await asyncio.wait([writer], timeout=_LAST_WORDS_SECS)
             if self._lines:
                 self.lost_lines += len(self._lines)
                 self._emit(
@@ -156,7 +160,7 @@ class Journal:
 
     def _failed(self, error: Exception) -> None:
         first = not self._pause_secs
-        self.last_error = repr(error)
+        self.last_error = describe(error)
         self._pause_secs = min(max(2 * self._pause_secs, self._retry_secs[0]), self._retry_secs[1])
         self._retry_at = time.monotonic() + self._pause_secs
         if first:  # its own event lands in the journal as well: one per outage, or it would feed itself
@@ -165,7 +169,7 @@ class Journal:
                 f"{self.path}: cannot write, training goes on: {error}",
                 level="error",
                 path=str(self.path),
-                error=repr(error),
+                error=describe(error),
             )
 
     # -------------------------------------------------------------------------------- the file
@@ -175,42 +179,54 @@ class Journal:
             await aiofiles.os.makedirs(self.path.parent, exist_ok=True, executor=self._executor)
             await self._mend()
         # Opened for each batch: a file that somebody removes is made anew, and no descriptor stays open.
-        try:
-            file: Any = await aiofiles.open(self.path, "ab", executor=self._executor)
-        except FileNotFoundError:
-            await aiofiles.os.makedirs(self.path.parent, exist_ok=True, executor=self._executor)
-            file: Any = await aiofiles.open(self.path, "ab", executor=self._executor)
-        async with file:
-            await file.write(data)
+        for attempt in range(2):
+            try:
+                async with aiofiles.open(self.path, "ab", executor=self._executor) as file:
+                    await file.write(data)
+                break
+            except FileNotFoundError:
+                if attempt:
+                    raise
+                await aiofiles.os.makedirs(self.path.parent, exist_ok=True, executor=self._executor)
         self._sound = True
 
     async def _mend(self) -> None:
         """Make the file end with a complete line: cut a torn one off."""
         try:
-            file: Any = await aiofiles.open(self.path, "r+b", executor=self._executor)
+            async with aiofiles.open(self.path, "r+b", executor=self._executor) as file:
+                torn_bytes = await _cut_torn_line(file)
         except FileNotFoundError:
             return
-        async with file:
-            end = start = await file.seek(0, os.SEEK_END)
-            tail = b""
-            while start and b"\n" not in tail:
-                start = max(0, start - _CHUNK_BYTES)
-                await file.seek(start)
-                tail = await file.read(end - start)
-            tail = tail[tail.rfind(b"\n") + 1 :]
-            if not tail:
-                return
-            if _is_json(tail):
-                await file.seek(0, os.SEEK_END)
-                await file.write(b"\n")
-                return
-            await file.truncate(end - len(tail))
+        if not torn_bytes:
+            return
         self._emit(
             "journal.mended",
-            f"{self.path}: cut off a torn last line of {len(tail)} bytes",
+            f"{self.path}: cut off a torn last line of {torn_bytes} bytes",
             path=str(self.path),
-            torn_bytes=len(tail),
+            torn_bytes=torn_bytes,
         )
+
+
+async def _cut_torn_line(file: Any) -> int:
+    """Cut off what follows the last newline; a whole line that only lacks its newline gets it.
+
+    Returns:
+        How many bytes were cut off.
+    """
+    end = start = await file.seek(0, os.SEEK_END)
+    tail = b""
+    while start and b"\n" not in tail:
+        start = max(0, start - _CHUNK_BYTES)
+        await file.seek(start)
+        tail = await file.read(end - start)
+    tail = tail[tail.rfind(b"\n") + 1 :]
+    if _is_json(tail):
+        await file.seek(0, os.SEEK_END)
+        await file.write(b"\n")
+        return 0
+    if tail:
+        await file.truncate(end - len(tail))
+    return len(tail)
 
 
 class _SideExecutor(concurrent.futures.Executor):

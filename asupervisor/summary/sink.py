@@ -25,6 +25,11 @@ BATCH_RECORDS = 256
 """Most records that are written, and written again after a failure, in one go."""
 
 
+def describe(error: BaseException) -> str:
+    """An error in words; `repr` of TensorFlow's errors is empty."""
+    return f"{type(error).__name__}: {error}"
+
+
 class Backend(Protocol[R]):
     """The blocking side of a `Sink`; every method runs on the sink's thread."""
 
@@ -48,7 +53,7 @@ class SinkStatistics:
         written_records: Written.
         dropped_records: Refused because the queue was full, or the sink was closed.
         lost_records: Accepted, and given up because they could not be written.
-        last_error: `repr` of the last error of the backend, or None.
+        last_error: The last error of the backend, in words, or None.
     """
 
     pending_records: int = 0
@@ -324,7 +329,7 @@ class Sink(Generic[T]):
 
     def _failed(self, error: Exception, *, first: bool, retry_secs: float | None) -> None:
         with self._changed:
-            self._statistics = replace(self._statistics, last_error=repr(error))
+            self._statistics = replace(self._statistics, last_error=describe(error))
         if first:  # one report per outage: the log must not grow while the disk is full
             hope = "given up" if retry_secs is None else f"the next try is in {retry_secs:g} s"
             self._emit(
@@ -332,7 +337,7 @@ class Sink(Generic[T]):
                 f"{self.name}: cannot write, training goes on, {hope}: {error}",
                 level="error",
                 sink=self.name,
-                error=repr(error),
+                error=describe(error),
                 retry_secs=retry_secs,
             )
 

@@ -25,6 +25,7 @@ from asupervisor.events import EventSink, log_only
 from asupervisor.summary import records
 from asupervisor.summary.base import SummaryWriter
 from asupervisor.summary.records import Record
+from asupervisor.summary.sink import describe
 
 _numbers = itertools.count()
 
@@ -135,7 +136,7 @@ class _EventFile:
                     f"{self.path} was removed while it was written: going on in a new event file",
                     level="warning",
                     path=self.path,
-                    error=repr(error),
+                    error=describe(error),
                 )
         self._preamble += [record for record in batch if record.kind in ("graph", "meta_graph")]
         return sum(record.broken for record in batch)
@@ -202,7 +203,7 @@ class _EventFile:
                 f"a {record.kind} cannot be written to the event file and is left out: {error}",
                 level="error",
                 record=record.kind,
-                error=repr(error),
+                error=describe(error),
             )
             return None
         return data
