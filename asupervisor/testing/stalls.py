@@ -221,10 +221,13 @@ def _format(stack: traceback.StackSummary) -> str:
 def blame_package(*directories: str) -> Callable[[FrameType], bool]:
     """A `blame` that charges stacks with code from these directories in them, constructors apart.
 
+    This package's own frames, which are in every stack, do not count.
+
     Args:
         directories: Paths of packages. An object's constructor is synchronous by contract, and so is what it
             costs: a frame named ``__init__`` is the caller's business.
     """
+    here = str(Path(__file__).resolve().parent) + "/"
     prefixes = tuple(str(Path(directory).resolve()) + "/" for directory in directories)
     known: dict[CodeType, bool] = {}
 
@@ -234,7 +237,8 @@ def blame_package(*directories: str) -> Callable[[FrameType], bool]:
             code = frame.f_code
             ours = known.get(code)
             if ours is None:
-                ours = known[code] = code.co_filename.startswith(prefixes)
+                file = code.co_filename
+                ours = known[code] = file.startswith(prefixes) and not file.startswith(here)
             if ours:
                 if code.co_name == "__init__":
                     return False
