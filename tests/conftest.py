@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,13 @@ def fresh_environ() -> dict[str, str]:
     environ["PYTHONUNBUFFERED"] = "1"
     environ.pop("ASUPERVISOR_TEST_TF_MODE", None)
     return environ
+
+
+@pytest.fixture
+def plugin_arguments() -> list[str]:
+    """What makes pytest load asupervisor's plugin: nothing, where asupervisor is installed."""
+    installed = any(entry.value == "asupervisor.testing.plugin" for entry in entry_points(group="pytest11"))
+    return [] if installed else ["-p", "asupervisor.testing.plugin"]
 
 
 @pytest.fixture

@@ -218,3 +218,38 @@ def test_fastapi_app(start, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert saved_steps(logdir)[-1] >= last
+
+
+@pytest.mark.parametrize("scope", ["function", "module", "session"])
+def test_f25_the_session_as_a_fixture_of_any_scope(
+    examples: Path,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    fresh_environ: dict[str, str],
+    plugin_arguments: list[str],
+    scope: str,
+) -> None:
+    """Set-up, test and tear-down are different tasks, on loops of each scope; asyncio in strict mode, all guards on.
+
+    An async context manager that keeps a task group open there fails at tear-down; the original cannot be awaited.
+    """
+    source = (examples / "test_training.py").read_text().replace("asyncio\n\n\n@", "asyncio(SCOPE)\n\n\n@")
+    if scope != "function":
+        source = source.replace("@pytest_asyncio.fixture\n", f"@pytest_asyncio.fixture(scope='{scope}', SCOPE)\n")
+        for name in ("model", "supervisor"):
+            source = source.replace(f"@pytest.fixture\ndef {name}(", f"@pytest.fixture(scope='{scope}')\ndef {name}(")
+        source = source.replace("tmp_path: Path", "tmp_path_factory: pytest.TempPathFactory")
+        source = source.replace("tmp_path /", "tmp_path_factory.mktemp('run') /")
+        # One session for all tests: what depends on a new one is left out.
+        source = re.sub(r"async def test_(an_untrained|training_goes_on)", r"async def other_\1", source)
+    source = source.replace("SCOPE", f"loop_scope='{scope}'")
+    assert source.count(f"loop_scope='{scope}'") == (1 if scope == "function" else 2)
+    (pytester.path / "digits.py").write_text((examples / "digits.py").read_text())
+    pytester.makepyfile(test_training=source)
+    pytester.makefile(
+        ".ini",
+        pytest="[pytest]\nasupervisor_guards = all\nasyncio_default_fixture_loop_scope = function\n",
+    )
+    monkeypatch.setenv("PYTHONPATH", fresh_environ["PYTHONPATH"])
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *plugin_arguments)
+    result.assert_outcomes(passed=4 if scope == "function" else 2)

@@ -15,7 +15,12 @@ import pytest
 
 
 @pytest.fixture
-def outcome(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, fresh_environ: dict[str, str]):
+def outcome(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    fresh_environ: dict[str, str],
+    plugin_arguments: list[str],
+):
     """Run a test file in a process of its own under all guards, and return its outcomes and its output."""
     monkeypatch.setenv("PYTHONPATH", fresh_environ["PYTHONPATH"])
 
@@ -26,18 +31,11 @@ def outcome(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, fresh_en
             f"asupervisor_guards = {kinds}\nmarkers =\n  allow_nothing: unused\nfilterwarnings = error\n",
         )
         pytester.makepyfile(test_it=HEAD + textwrap.dedent(source))
-        plugin = [] if installed() else ["-p", "asupervisor.testing.plugin"]
-        result = pytester.runpytest_subprocess("--strict-markers", "-p", "no:cacheprovider", *plugin)
+        result = pytester.runpytest_subprocess("--strict-markers", "-p", "no:cacheprovider", *plugin_arguments)
         result.assert_outcomes(**expected)
         return str(result.stdout)
 
     return run
-
-
-def installed() -> bool:
-    from importlib.metadata import entry_points
-
-    return any(entry.value == "asupervisor.testing.plugin" for entry in entry_points(group="pytest11"))
 
 
 def test_a_blocked_loop(outcome) -> None:
@@ -307,16 +305,15 @@ def test_unasked_only_our_own_threads_count(outcome) -> None:
     assert "left behind: thread '/cpu:0' (daemon)" in text
 
 
-def test_a_guard_that_does_not_exist(pytester: pytest.Pytester, fresh_environ, monkeypatch) -> None:
+def test_a_guard_that_does_not_exist(pytester: pytest.Pytester, fresh_environ, plugin_arguments, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", fresh_environ["PYTHONPATH"])
     pytester.makefile(".ini", pytest="[pytest]\nasupervisor_guards = stall\n")
-    plugin = [] if installed() else ["-p", "asupervisor.testing.plugin"]
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *plugin)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *plugin_arguments)
     result.stderr.fnmatch_lines(["*no such guard: stall; there are stalls, sessions,*"])
 
 
 def test_the_plugin_does_not_import_tensorflow(
-    pytester: pytest.Pytester, fresh_environ, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, fresh_environ, plugin_arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", fresh_environ["PYTHONPATH"])
     pytester.makepyfile(
@@ -328,5 +325,4 @@ def test_the_plugin_does_not_import_tensorflow(
             assert "tensorflow" not in sys.modules
         """
     )
-    plugin = [] if installed() else ["-p", "asupervisor.testing.plugin"]
-    pytester.runpytest_subprocess("-p", "no:cacheprovider", *plugin).assert_outcomes(passed=1)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider", *plugin_arguments).assert_outcomes(passed=1)
