@@ -11,7 +11,7 @@ import tensorflow as tf
 from asupervisor.clock import Clock
 from asupervisor.events import EventSink, log_only
 from asupervisor.summary.base import SummaryWriter
-from asupervisor.summary.records import Record
+from asupervisor.summary.records import Record, meta_graph_of
 from asupervisor.summary.sink import describe
 
 
@@ -160,7 +160,7 @@ class _ForeignBackend:
             else:
                 writer.add_graph(None, step, graph_def=payload)
         elif record.kind == "meta_graph":
-            writer.add_meta_graph(payload, step)
+            writer.add_meta_graph(meta_graph_of(record), step)
         elif record.kind == "run_metadata":
             writer.add_run_metadata(payload, record.tag, step)
         else:

@@ -202,13 +202,14 @@ class SummaryWriter:
         """Add a meta graph, once per opening; later calls do nothing.
 
         Args:
-            meta_graph_def: A `MetaGraphDef` or its serialized bytes.
+            meta_graph_def: A `MetaGraphDef`, its serialized bytes, or a function that makes one of them; the
+                function is called by the writing thread.
             global_step: Step to note.
 
         Raises:
             TypeError: It is neither.
         """
-        proto = records.as_meta_graph(meta_graph_def)
+        proto = meta_graph_def if callable(meta_graph_def) else records.as_meta_graph(meta_graph_def)
         with self._lock:
             repeated, self._has_meta_graph = self._has_meta_graph, True
         return repeated or self._put("meta_graph", proto, global_step, droppable=False)

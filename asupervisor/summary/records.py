@@ -21,7 +21,8 @@ class Record:
 
     Attributes:
         kind: What `payload` is.
-        payload: A proto, or for ``"graph"`` a `tf.Graph` that the writing thread serialises.
+        payload: A proto; for ``"graph"`` also a `tf.Graph`, for ``"meta_graph"`` also a function that makes one.
+            Both are work for the writing thread.
         step: Global step, or None.
         wall_time_secs: When it was added, seconds since the epoch.
         tag: Tag of a ``"run_metadata"``.
@@ -64,11 +65,13 @@ def as_summary(summary: Any) -> Any:
 
 
 def as_meta_graph(meta_graph: Any) -> Any:
-    """A `MetaGraphDef` from a proto or its serialized bytes.
+    """A `MetaGraphDef` from a proto, its serialized bytes, or a function that gives either.
 
     Raises:
         TypeError: It is neither.
     """
+    if callable(meta_graph):
+        meta_graph = meta_graph()
     if isinstance(meta_graph, bytes):
         proto = tf.compat.v1.MetaGraphDef()
         proto.ParseFromString(meta_graph)
@@ -119,6 +122,13 @@ def as_graph_def(graph: Any) -> Any:
     return graph.as_graph_def(add_shapes=True) if isinstance(graph, tf.Graph) else graph
 
 
+def meta_graph_of(record: Record) -> Any:
+    """The `MetaGraphDef` of a ``"meta_graph"``, made at the first call; slow for a large graph."""
+    if callable(record.payload):
+        record.payload = as_meta_graph(record.payload)
+    return record.payload
+
+
 def as_event(record: Record, seen_tags: set[str]) -> Any:
     """The `Event` proto of a record.
 
@@ -146,7 +156,7 @@ def as_event(record: Record, seen_tags: set[str]) -> Any:
     elif record.kind == "graph":
         event.graph_def = as_graph_def(record.payload).SerializeToString()
     elif record.kind == "meta_graph":
-        event.meta_graph_def = record.payload.SerializeToString()
+        event.meta_graph_def = meta_graph_of(record).SerializeToString()
     else:
         event.tagged_run_metadata.tag = record.tag
         event.tagged_run_metadata.run_metadata = record.payload.SerializeToString()

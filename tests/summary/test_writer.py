@@ -143,6 +143,29 @@ async def test_reopened_means_new_file_with_graph_again(
         assert kinds(read_events(file)) == ["file_version", "graph_def", "meta_graph_def", "summary"]
 
 
+async def test_a_meta_graph_can_be_made_by_the_writing_thread(
+    tmp_path: Path, small_graph: tf.Graph, recorder: Any, read_events: Any, kinds: Any
+) -> None:
+    meta = export(small_graph)
+    threads = []
+
+    def make() -> Any:
+        threads.append(threading.current_thread())
+        return meta
+
+    writer = EventFileWriter(tmp_path, emit=recorder)
+    assert writer.add_meta_graph(make)
+    assert await writer.aclose()
+    assert threads == [writer.thread]
+    assert tf1.MetaGraphDef.FromString(read_events(writer.path)[1].meta_graph_def) == meta
+    writer.open()
+    writer.add_meta_graph(lambda: 3)
+    writer.add_summary(scalar("a", 1), 1)
+    assert not await writer.aclose()
+    assert kinds(read_events(writer.path)) == ["file_version", "summary"]
+    assert "not int" in recorder.of("summary.unwritable")[0].message
+
+
 async def test_metadata_only_at_the_first_summary_of_a_tag(tmp_path: Path, read_events: Any) -> None:
     metadata = tf1.SummaryMetadata(display_name="shown")
     writer = EventFileWriter(tmp_path)
