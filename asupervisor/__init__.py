@@ -24,6 +24,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asupervisor.checkpoint.records import CheckpointInfo as CheckpointInfo
+    from asupervisor.checkpoint.retention import AnyOf as AnyOf
+    from asupervisor.checkpoint.retention import EveryNHours as EveryNHours
+    from asupervisor.checkpoint.retention import KeepAll as KeepAll
+    from asupervisor.checkpoint.retention import LatestN as LatestN
+    from asupervisor.checkpoint.retention import Retention as Retention
     from asupervisor.clock import Clock as Clock
     from asupervisor.clock import SystemClock as SystemClock
     from asupervisor.errors import CheckpointDamaged as CheckpointDamaged
@@ -43,14 +49,18 @@ if TYPE_CHECKING:
     from asupervisor.errors import UnknownMaster as UnknownMaster
     from asupervisor.errors import WrongEventLoop as WrongEventLoop
     from asupervisor.events import Event as Event
+    from asupervisor.events import EventSink as EventSink
     from asupervisor.events import ServiceStatus as ServiceStatus
     from asupervisor.events import Status as Status
     from asupervisor.runtime.coordinator import Coordinator as Coordinator
     from asupervisor.runtime.device import DeviceExecutor as DeviceExecutor
+    from asupervisor.runtime.device import DeviceStatistics as DeviceStatistics
+    from asupervisor.runtime.device import Priority as Priority
     from asupervisor.runtime.looper import LooperTask as LooperTask
     from asupervisor.session.blocking import BlockingSession as BlockingSession
     from asupervisor.session.manager import SessionManager as SessionManager
     from asupervisor.session.session import AsyncSession as AsyncSession
+    from asupervisor.session.session import SessionStatistics as SessionStatistics
     from asupervisor.session.stream import StepStream as StepStream
     from asupervisor.supervisor import Supervisor as Supervisor
 
@@ -59,25 +69,35 @@ __version__ = "0.1.0"
 #: Where each public name lives. `tests/test_public_names.py` compares it with the imports above and with what the
 #: modules hold.
 _HOMES = {
+    "AnyOf": "checkpoint.retention",
     "AsyncSession": "session.session",
     "BlockingSession": "session.blocking",
     "CheckpointDamaged": "errors",
     "CheckpointError": "errors",
+    "CheckpointInfo": "checkpoint.records",
     "CheckpointMismatch": "errors",
     "CheckpointNotRestored": "errors",
     "Clock": "clock",
     "Coordinator": "runtime.coordinator",
     "DeviceExecutor": "runtime.device",
+    "DeviceStatistics": "runtime.device",
     "Event": "events",
+    "EventSink": "events",
+    "EveryNHours": "checkpoint.retention",
+    "KeepAll": "checkpoint.retention",
+    "LatestN": "checkpoint.retention",
     "LogdirInUse": "errors",
     "LogdirNotWritable": "errors",
     "LooperTask": "runtime.looper",
+    "Priority": "runtime.device",
     "RecoveryExhausted": "errors",
+    "Retention": "checkpoint.retention",
     "ServiceStatus": "events",
     "SessionActive": "errors",
     "SessionClosed": "errors",
     "SessionManager": "session.manager",
     "SessionNotReady": "errors",
+    "SessionStatistics": "session.session",
     "Status": "events",
     "StepOutcomeUnknown": "errors",
     "StepStream": "session.stream",
