@@ -7,8 +7,10 @@ private part disappears.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -52,3 +54,245 @@ def write_plugin_assets(graph: tf.Graph, logdir: str) -> None:
         for name, content in plugin.assets().items():
             with tf.io.gfile.GFile(f"{directory}/{name}", "w") as file:
                 file.write(content)
+
+
+# ------------------------------------------------------------------------------- Session.run, taken apart
+
+try:
+    from tensorflow.core.protobuf import config_pb2 as _config_pb2
+    from tensorflow.python.client import pywrap_tf_session as _pywrap
+    from tensorflow.python.client import session as _session
+
+    #: Runs a compiled callable: ``(C session, handle, feeds, None)`` gives the list of fetched values.
+    run_compiled: Callable[..., list[Any]] | None = _pywrap.TF_SessionRunCallable
+except (ImportError, AttributeError):
+    _config_pb2 = _pywrap = _session = None
+    run_compiled = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """A place in a result that one fetched object fills.
+
+    Attributes:
+        positions: Where its values stand among the unique elements; more than one for a SparseTensor.
+        contract: Makes the one result of the list of values; None where the only value is the result.
+    """
+
+    positions: tuple[int, ...]
+    contract: Callable[[list[Any]], Any] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A place in a result that holds others.
+
+    Attributes:
+        kind: `list`, `tuple` or `dict`: exactly that; None: what `make` makes.
+        parts: The places inside.
+        keys: Of a mapping; None for a sequence.
+        make: Called with the parts as arguments or, for a mapping, with an iterable of pairs.
+    """
+
+    kind: type | None
+    parts: tuple[Leaf | Node, ...]
+    keys: tuple[Any, ...] | None = None
+    make: Callable[..., Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetchStructure:
+    """What `Session.run` makes of its `fetches`: the tensors and operations that it runs, and the result's shape.
+
+    Attributes:
+        elements: The unique tensors and operations, in TensorFlow's order.
+        root: The shape of the result.
+        handles: The elements that give a `TensorHandle`, with the type of what it stands for.
+    """
+
+    elements: tuple[Any, ...]
+    root: Leaf | Node
+    handles: dict[int, Any]
+
+
+def fetch_structure(graph: tf.Graph, fetches: Any) -> FetchStructure | None:
+    """Takes `fetches` apart with `Session.run`'s own code, so that nothing that it knows is missed.
+
+    Returns:
+        The structure, or None where TensorFlow's code is not what it was.
+
+    Raises:
+        Exception: What `Session.run` raises for these fetches.
+    """
+    handler_class = getattr(_session, "_FetchHandler", None)
+    if handler_class is None:
+        return None
+    handler = handler_class(graph, fetches, {})
+    try:
+        mapper = handler._fetch_mapper
+        elements = tuple(mapper.unique_fetches())
+        positions = {id(element): number for number, element in enumerate(elements)}
+        root = _place(mapper, positions)
+        kept = handler._fetch_handles
+        handles = {
+            number: kept[element.ref()]
+            for number, element in enumerate(elements)
+            if kept and isinstance(element, tf.Tensor) and element.ref() in kept
+        }
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return None if root is None else FetchStructure(elements, root, handles)
+
+
+def _place(mapper: Any, positions: dict[int, int]) -> Leaf | Node | None:
+    kind = type(mapper).__name__
+    if kind == "_ElementFetchMapper":
+        found = tuple(positions[id(element)] for element in mapper.unique_fetches())
+        contract = mapper._contraction_fn
+        plain = len(found) == 1 and contract.__code__ is _PLAIN_CODE
+        return Leaf(found, None if plain else contract)
+    parts = tuple(_place(part, positions) for part in mapper._mappers)
+    if None in parts:
+        return None
+    fetch_type = mapper._fetch_type
+    if kind == "_ListFetchMapper":
+        if issubclass(fetch_type, list):
+            return Node(list, parts)  # type: ignore[arg-type]
+        if fetch_type is tuple:
+            return Node(tuple, parts)  # type: ignore[arg-type]
+        return Node(None, parts, make=fetch_type)  # type: ignore[arg-type]
+    if kind == "_DictFetchMapper":
+        keys = tuple(mapper._keys)
+        exact = dict if fetch_type is dict else None
+        return Node(exact, parts, keys=keys, make=mapper._type_ctor)  # type: ignore[arg-type]
+    if kind == "_AttrsFetchMapper":
+        return Node(None, parts, make=fetch_type)  # type: ignore[arg-type]
+    return None
+
+
+def _plain_code() -> Any:
+    try:
+        registered = _session._REGISTERED_EXPANSIONS
+        return next(fetch for kind, fetch, *_ in registered if kind is object)(object())[1].__code__
+    except (AttributeError, StopIteration, TypeError):
+        return None
+
+
+_PLAIN_CODE = _plain_code()
+
+
+def is_plain_feed(key: Any) -> bool:
+    """Whether a key of a feed_dict stands for one tensor: it, its name, or a variable."""
+    if not isinstance(key, (tf.Tensor, tf.Variable, str, bytes)):
+        return False
+    registered = getattr(_session, "_REGISTERED_EXPANSIONS", ())
+    return next((kind is object for kind, *_ in registered if isinstance(key, kind)), False)
+
+
+def is_tensor_handle(value: Any) -> bool:
+    """Whether a fed value is a handle of a tensor that the session keeps."""
+    module = getattr(_session, "session_ops", None)
+    return module is not None and isinstance(value, module.TensorHandle)
+
+
+def tensor_handle(value: Any, dtype: Any, raw: tf.compat.v1.Session) -> Any:
+    """The `TensorHandle` that `Session.run` gives for a fetched session handle."""
+    return _session.session_ops.TensorHandle(value, dtype, raw)
+
+
+class Compiled:
+    """One compiled callable of a session: `run_compiled(session, handle, feeds, None)` runs it."""
+
+    __slots__ = ("_owner", "handle", "session")
+
+    def __init__(self, owner: Any, session: Any, handle: int) -> None:
+        self._owner = owner  # releases the callable when it goes
+        self.session = session
+        self.handle = handle
+
+
+def compile_callable(
+    raw: tf.compat.v1.Session,
+    feeds: Iterable[tf.Tensor],
+    fetches: Iterable[tf.Tensor],
+    targets: Iterable[tf.Operation],
+    *,
+    in_callers_thread: bool = False,
+) -> Compiled | None:
+    """Compiles a run; None where TensorFlow has no such thing (any more).
+
+    Args:
+        raw: The session.
+        feeds: The tensors that are fed, in the order in which their values will be given.
+        fetches: The tensors that are fetched.
+        targets: The operations that are run.
+        in_callers_thread: The ops run one after the other in the thread that calls.
+
+    Raises:
+        tf.errors.OpError: The runtime refuses the graph, as it would in a run.
+    """
+    make = getattr(raw, "_make_callable_from_options", None)
+    if make is None or run_compiled is None:
+        return None
+    options = _config_pb2.CallableOptions()
+    options.feed.extend(tensor.name for tensor in feeds)
+    options.fetch.extend(tensor.name for tensor in fetches)
+    options.target.extend(op.name for op in targets)
+    if in_callers_thread:
+        options.run_options.inter_op_thread_pool = -1
+    owner = make(options)
+    handle, session = getattr(owner, "_handle", None), getattr(raw, "_session", None)
+    if handle is None or session is None:
+        return None
+    return Compiled(owner, session, handle)
+
+
+def can_compile(raw: tf.compat.v1.Session) -> bool:
+    """Whether compiled callables do the same as this session's `run`: not if a subclass has its own `run`."""
+    expected = (
+        hasattr(raw, "_closed")
+        and hasattr(raw, "_do_call")
+        and hasattr(raw, "_session")
+        and hasattr(raw, "_make_callable_from_options")
+    )
+    return expected and run_compiled is not None and type(raw).run is tf.compat.v1.Session.run
+
+
+#: Whether a session was closed; for sessions that `can_compile`.
+is_closed: Callable[[tf.compat.v1.Session], bool] = operator.attrgetter("_closed")
+
+
+def has_operation_timeout(raw: tf.compat.v1.Session) -> bool:
+    """Whether the session's configuration limits the time of a run."""
+    return bool(getattr(getattr(raw, "_config", None), "operation_timeout_in_ms", 0))
+
+
+def raise_as_session_run(raw: tf.compat.v1.Session, error: tf.errors.OpError) -> NoReturn:
+    """Raises the error of a compiled callable as `Session.run` does: op, node and the place that made it."""
+    reformat = getattr(raw, "_do_call", None)
+    if reformat is not None:
+
+        def fail() -> NoReturn:
+            raise error
+
+        reformat(fail)
+    raise error
+
+
+def function_def(graph: tf.Graph, name: str) -> Any:
+    """The FunctionDef of a function of the graph's library, or None."""
+    get = getattr(graph, "_get_function", None)
+    if get is not None:
+        function = get(name)
+        if function is None:
+            return None
+        definition = getattr(function, "cached_definition", None) or getattr(function, "definition", None)
+        if definition is not None:
+            return definition
+    library = graph.as_graph_def().library.function
+    return next((found for found in library if found.signature.name == name), None)
+
+
+def pads_step_number(saver: Any) -> bool:
+    """Whether a Saver pads the step in the names of its checkpoints to eight digits; without its private note: no."""
+    return bool(getattr(saver, "_pad_step_number", False))
