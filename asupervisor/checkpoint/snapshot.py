@@ -1,0 +1,338 @@
+"""A state of all saved variables, taken between two steps and written while training goes on.
+
+How a snapshot is consistent. It is one `Session.run` on the device thread, and that thread runs every training step
+as well: nothing that writes a variable runs beside it (a feeder on a side thread only enqueues). It reads exactly
+the tensors that the Saver's own SaveV2 op reads, keeps each one inside TensorFlow's session under a handle, and
+fetches the global step in the same run: the name of the checkpoint is the step inside.
+
+Why nothing is torn afterwards. What the handle holds must not be written in place by the next step:
+
+* a resource variable copies before it writes while somebody else holds its buffer (the handle does), so reading it
+  is enough, and the copy is paid by the next step that writes it, once;
+* a ref variable writes in place, so its tensor is copied first (DeepCopy), also behind an Identity;
+* anything else (a table's export may hand out its live buffer) is copied as well.
+
+`tests/checkpoint/test_snapshot.py` takes snapshots beside a step that changes variables one after another; it
+breaks as soon as one copy is left out.
+
+The ops live in a name scope of their own, in no collection, and are left out of what is exported. They are found by
+name, so that a second supervisor on a graph that is finalised uses those of the first; a graph that was finalised
+without them is saved by `saver.save` between two steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_SCOPE = "asupervisor_snapshot"
+_SCOPED = re.compile(rf"^{_SCOPE}(_\d+)?/")
+_CHECKED_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
+_lock = threading.Lock()
+_known: weakref.WeakKeyDictionary[tf.Graph, dict[tuple[str, str | None], SnapshotOps]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOps:
+    """Names of what `add_snapshot_ops` added for one saver. Names only: the cache must not keep a graph alive.
+
+    Attributes:
+        scope: Name scope of all of them, with its slash.
+        handles: Tensors whose fetch gives a handle for each saved tensor.
+        step: Tensor with the global step, or None.
+        held: Placeholder for the handles.
+        prefix: Placeholder for the prefix to write to.
+        write: Op that writes what the handles hold.
+        delete: Op that gives the handles' memory back.
+        finite: Tensor with a flag for each of `watched`.
+        watched: Trainable variables and their slots, by op name.
+        bytes: Size of all tensors, as far as their static shapes tell.
+    """
+
+    scope: str
+    handles: tuple[str, ...]
+    step: str | None
+    held: str
+    prefix: str
+    write: str
+    delete: str
+    finite: str | None
+    watched: tuple[str, ...]
+    bytes: int
+
+
+def add_snapshot_ops(graph: tf.Graph, saver: Any, global_step: Any = None) -> SnapshotOps | None:
+    """Add the ops of a snapshot to a graph, before it is finalised.
+
+    They enter no collection and are not exported (see `user_graph_def`). Called again for the same saver it gives
+    the ops that are there. Call it last: what is added to the graph afterwards is not affected, but a global step
+    is only looked for now.
+
+    Args:
+        graph: The graph.
+        saver: A `tf.compat.v1.train.Saver`. One that does more than a plain Saver does (a subclass, a sharded one,
+            one with a builder or a format of its own) gets no ops and is called as ``saver.save(...)``.
+        global_step: The tensor or variable whose value names the checkpoints, or None.
+
+    Returns:
+        Their names, or None where `saver.save` has to be used.
+    """
+    ops = snapshot_ops_of(graph, saver, global_step)
+    if ops is not None or graph.finalized:
+        return ops
+    save = plain_save_op(graph, saver)
+    if save is None:
+        return None
+    with graph.as_default():
+        ops = _build(graph, save, _as_tensor(graph, global_step))
+    with _lock:
+        _known.setdefault(graph, {})[_key(graph, saver, global_step)] = ops
+    return ops
+
+
+def snapshot_ops_of(graph: tf.Graph, saver: Any, global_step: Any = None) -> SnapshotOps | None:
+    """The ops that `add_snapshot_ops` added earlier for this saver, or None."""
+    if getattr(saver, "saver_def", None) is None:
+        return None
+    with _lock:
+        return _known.get(graph, {}).get(_key(graph, saver, global_step))
+
+
+def _key(graph: tf.Graph, saver: Any, global_step: Any) -> tuple[str, str | None]:
+    step = _as_tensor(graph, global_step)
+    return saver.saver_def.save_tensor_name, None if step is None else step.name
+
+
+def _as_tensor(graph: tf.Graph, global_step: Any) -> tf.Tensor | None:
+    # Not `value()` or `read_value()`, which would add an op: this is the read that the variable came with.
+    return None if global_step is None else graph.as_graph_element(global_step, allow_operation=False)
+
+
+def plain_save_op(graph: tf.Graph, saver: Any) -> tf.Operation | None:
+    """The one SaveV2 op of a plain Saver, or None if saving with this saver means more than running that op."""
+    if type(saver) is not tf.compat.v1.train.Saver or "save" in vars(saver):
+        return None
+    saver_def = saver.saver_def
+    if saver_def is None or saver_def.version != tf.compat.v1.train.SaverDef.V2:
+        return None
+    try:
+        todo = [graph.get_tensor_by_name(saver_def.save_tensor_name).op]
+    except (KeyError, ValueError):
+        return None
+    found: list[tf.Operation] = []
+    seen: set[tf.Operation] = set()
+    while todo:
+        op = todo.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        if op.type == "SaveV2":
+            found.append(op)
+            todo.extend(tensor.op for tensor in op.inputs[:3])
+            todo.extend(op.control_inputs)
+        elif op.type in ("Identity", "Placeholder", "PlaceholderWithDefault", "Const", "NoOp"):
+            todo.extend(tensor.op for tensor in op.inputs)
+            todo.extend(op.control_inputs)
+        else:  # a sharded saver, or a builder that does something of its own
+            return None
+    return found[0] if len(found) == 1 else None
+
+
+def _needs_copy(tensor: tf.Tensor) -> bool:
+    while True:
+        if tensor.dtype != tensor.dtype.base_dtype:  # a reference to a variable's own memory
+            return True
+        if tensor.op.type != "Identity":
+            return tensor.op.type not in ("ReadVariableOp", "Const")
+        tensor = tensor.op.inputs[0]
+
+
+def _variable_op(tensor: tf.Tensor) -> tf.Operation | None:
+    op = tensor.op
+    while op.type in ("Identity", "ReadVariableOp") and op.inputs:
+        op = op.inputs[0].op
+    return op if op.type in ("VarHandleOp", "Variable", "VariableV2") else None
+
+
+def _watched(graph: tf.Graph, sources: Sequence[tf.Tensor]) -> list[int]:
+    """Which saved tensors are trainable variables or slots of such: those named below one."""
+    trainable = {v.op.name for v in graph.get_collection(tf.compat.v1.GraphKeys.TRAINABLE_VARIABLES)}
+    chosen = []
+    for index, tensor in enumerate(sources):
+        variable = _variable_op(tensor)
+        if variable is None or tensor.dtype.base_dtype not in _CHECKED_DTYPES:
+            continue
+        parts = variable.name.split("/")
+        if any("/".join(parts[:depth]) in trainable for depth in range(1, len(parts) + 1)):
+            chosen.append(index)
+    return chosen
+
+
+def _build(graph: tf.Graph, save: tf.Operation, step: tf.Tensor | None) -> SnapshotOps:
+    raw_ops = tf.raw_ops
+    scope = graph.unique_name(_SCOPE) + "/"
+    sources = list(save.inputs[3:])
+    # Whatever the caller is in the middle of (a device, a scope, control dependencies, a colocation) is not meant.
+    with tf.compat.v1.name_scope(scope), graph.device(None), graph.control_dependencies(None):
+        handles = []
+        for source in sources:
+            with graph.device(source.op.device):
+                kept = raw_ops.DeepCopy(x=source) if _needs_copy(source) else source
+                handles.append(raw_ops.GetSessionHandle(value=kept))
+        step_copy = None
+        if step is not None:
+            with graph.device(step.op.device):
+                step_copy = raw_ops.DeepCopy(x=step)
+        held = tf.compat.v1.placeholder(tf.string, [len(sources)], name="held")
+        prefix = tf.compat.v1.placeholder(tf.string, [], name="prefix")
+        tensors, deletes = [], []
+        for source, handle in zip(sources, tf.unstack(held), strict=True):
+            with graph.device(source.op.device):
+                tensors.append(raw_ops.GetSessionTensor(handle=handle, dtype=source.dtype.base_dtype))
+                deletes.append(raw_ops.DeleteSessionTensor(handle=handle))
+        with graph.device(save.device):
+            write = raw_ops.SaveV2(
+                prefix=prefix, tensor_names=save.inputs[1], shape_and_slices=save.inputs[2], tensors=tensors
+            )
+        watched = _watched(graph, sources)
+        flags: list[tf.Tensor] = []
+        for index in watched:
+            # One after another: the flags of one variable at a time, a quarter of its size, are in memory.
+            with graph.control_dependencies(flags[-1:]), graph.device(sources[index].op.device):
+                flags.append(_all_finite(tensors[index]))
+        finite = tf.stack(flags) if flags else None
+        delete = tf.group(*deletes, name="delete")
+    return SnapshotOps(
+        scope=scope,
+        handles=tuple(handle.name for handle in handles),
+        step=None if step_copy is None else step_copy.name,
+        held=held.name,
+        prefix=prefix.name,
+        write=write.name,
+        delete=delete.name,
+        finite=None if finite is None else finite.name,
+        watched=tuple(variable.name for i in watched if (variable := _variable_op(sources[i]))),
+        bytes=sum(_static_bytes(source) for source in sources),
+    )
+
+
+def _all_finite(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype.is_complex:
+        return tf.logical_and(_all_finite(tf.math.real(tensor)), _all_finite(tf.math.imag(tensor)))
+    flags = tf.math.is_finite(tensor)
+    return tf.raw_ops.All(input=flags, axis=tf.range(tf.rank(flags)))
+
+
+def _static_bytes(tensor: tf.Tensor) -> int:
+    shape = tensor.shape
+    if not shape.is_fully_defined() or tensor.dtype.base_dtype == tf.string:
+        return 0
+    return int(math.prod(shape.as_list()) * tensor.dtype.base_dtype.size)
+
+
+# ------------------------------------------------------------------------------------------ taking and writing
+
+
+@dataclass(slots=True)
+class Held:
+    """A snapshot inside TensorFlow's session; give it back with `release`, once.
+
+    Attributes:
+        raw: The session that holds it.
+        ops: The ops that took it.
+        handles: One handle for each tensor.
+        step: The global step inside, or None.
+    """
+
+    raw: tf.compat.v1.Session
+    ops: SnapshotOps
+    handles: list[str]
+    step: int | None
+    released: bool = dataclasses.field(default=False)
+
+    def _feed(self) -> dict[Any, Any]:
+        return {self.ops.held: np.array(self.handles, dtype=object)}
+
+    def nonfinite(self) -> list[str]:
+        """Trainable variables and slots with NaN or infinite values; blocking, on a side thread."""
+        if self.ops.finite is None:
+            return []
+        flags = self.raw.run(self.ops.finite, self._feed())
+        return [name for name, finite in zip(self.ops.watched, flags, strict=True) if not finite]
+
+    def write(self, prefix: str) -> None:
+        """Write index and data under a prefix; blocking, on a side thread."""
+        self.raw.run(self.raw.graph.get_operation_by_name(self.ops.write), {**self._feed(), self.ops.prefix: prefix})
+
+    def release(self) -> None:
+        """Give the memory back; blocking, any thread. After the session's close nothing is left to give back."""
+        if self.released:
+            return
+        self.released = True
+        try:
+            self.raw.run(self.raw.graph.get_operation_by_name(self.ops.delete), self._feed())
+        except (RuntimeError, tf.errors.OpError):  # closed: its memory went with it
+            pass
+
+
+def hold(raw: tf.compat.v1.Session, ops: SnapshotOps) -> Held:
+    """Take a snapshot; on the device thread, between two steps.
+
+    Args:
+        raw: The session.
+        ops: What `add_snapshot_ops` gave for its graph.
+    """
+    fetched, step = raw.run((list(ops.handles), ops.step if ops.step is not None else ()))
+    # Asking for the raw handle also ends TensorFlow's own collection of it, which would run ops at some later step.
+    handles = [handle.get_raw_handle() for handle in fetched]
+    return Held(raw, ops, handles, None if ops.step is None else int(np.ravel(step)[0]))
+
+
+def can_hold(raw: tf.compat.v1.Session) -> bool:
+    """Whether a session can keep tensors under handles: only one in this process can."""
+    return not raw.sess_str
+
+
+# ------------------------------------------------------------------------------------------ export
+
+
+def user_graph_def(graph: tf.Graph, *, add_shapes: bool = False) -> Any:
+    """The graph as its owner built it: without the ops of snapshots.
+
+    Args:
+        graph: The graph.
+        add_shapes: As in `tf.Graph.as_graph_def`.
+    """
+    graph_def = graph.as_graph_def(add_shapes=add_shapes)
+    # They were added together, so they stand together: a few slices instead of a copy of every node.
+    ours = [index for index, node in enumerate(graph_def.node) if _SCOPED.match(node.name)]
+    while ours:
+        end = ours.pop()
+        start = end
+        while ours and ours[-1] == start - 1:
+            start = ours.pop()
+        del graph_def.node[start : end + 1]
+    return graph_def
+
+
+def export_meta_graph(graph: tf.Graph, saver: Any) -> bytes:
+    """The contents of a checkpoint's ``.meta`` file, as the saver would write it, without the ops of snapshots.
+
+    Args:
+        graph: The graph.
+        saver: The saver that the file shall describe.
+    """
+    with graph.as_default():
+        meta = tf.compat.v1.train.export_meta_graph(
+            graph_def=user_graph_def(graph, add_shapes=True), saver_def=saver.as_saver_def(), graph=graph
+        )
+    return bytes(meta.SerializeToString())

@@ -1,0 +1,433 @@
+"""Checkpoints as a standing service: by time, by steps, by hand, and a last one at the end.
+
+One save is in flight at a time. Whatever asks for another one meanwhile shares one more, which begins when the first
+is done: a request is always answered by a state that is not older than the request. The device thread is needed for
+the snapshot only; the rest happens on a side thread, beside the steps.
+
+A save that is under way belongs to no caller and to no scope: cancelling whoever asked for it, the service included,
+does not interrupt it. `drain` or `final_save` waits for it, before the session is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from asupervisor.checkpoint.records import CheckpointInfo, Kind, Outcome, SnapshotInfo
+from asupervisor.checkpoint.store import CheckpointStore, Snapshot
+from asupervisor.clock import Clock, SystemClock, next_boundary
+from asupervisor.errors import CheckpointNotRestored, LogdirInUse, SessionClosed
+from asupervisor.events import EventSink, log_only
+
+if TYPE_CHECKING:
+    from asupervisor.runtime.coordinator import Coordinator
+    from asupervisor.session.session import AsyncSession
+
+_FIRST_BACKOFF_SECS = 1.0
+_LONGEST_BACKOFF_SECS = 60.0
+_POSTPONED_SECS = 1.0
+# Nothing gets better by trying again.
+_HOPELESS = (CheckpointNotRestored, LogdirInUse)
+
+
+class CheckpointService:
+    """Saves a session's model; all methods belong to its event loop.
+
+    `run` saves at once, then at fixed boundaries of `save_model_secs` and after every `save_model_steps` steps. A
+    failed save is an event, is tried again with a growing pause, and leaves training and older checkpoints alone.
+
+    Args:
+        session: The session.
+        store: Its checkpoints.
+        coordinator: Its stop ends `run`.
+        save_model_secs: Seconds between two saves; None or 0 for none by time.
+        save_model_steps: Steps between two saves; None or 0 for none by steps. Where the model has no global step,
+            training runs are counted.
+        clock: Where time comes from.
+        emit: Where events go.
+        on_saved: Called on the loop with each regular checkpoint that was published.
+        fatal: Whether a failed save ends the service, and so the training, at once.
+    """
+
+    name = "checkpoints"
+
+    def __init__(
+        self,
+        session: AsyncSession,
+        store: CheckpointStore,
+        coordinator: Coordinator,
+        save_model_secs: float | None = None,
+        save_model_steps: int | None = None,
+        clock: Clock | None = None,
+        emit: EventSink = log_only,
+        *,
+        on_saved: Callable[[CheckpointInfo], None] | None = None,
+        fatal: bool = False,
+    ) -> None:
+        self.last_error: Exception | None = None
+        """The error of the last save, None when it succeeded."""
+        self._session = session
+        self._store = store
+        self._coordinator = coordinator
+        self._save_model_secs = save_model_secs or None
+        self._save_model_steps = save_model_steps or None
+        self._clock = clock or SystemClock()
+        self._emit = emit
+        self._on_saved = on_saved
+        self._fatal = fatal
+        # Guarded by the loop: changed in its callbacks and tasks only, never across an await.
+        self._tasks: set[asyncio.Task[CheckpointInfo]] = set()
+        self._flight: asyncio.Task[CheckpointInfo] | None = None
+        self._waiting: asyncio.Task[CheckpointInfo] | None = None
+        self._kick = asyncio.Event()
+        self._saved: SnapshotInfo | None = None
+        self._runs_saved = 0
+        self._cost_secs: float | None = None
+        self._failures = 0
+        self._warned_stuck = False
+        self._ended = False
+        # Written on the loop, read on the device thread; a stale value costs a save at the next chance.
+        self._emergency = False
+        self._seen_failure: BaseException | None = None
+        self._armed_at: tuple[int, int] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -------------------------------------------------------------------------------------- the service
+
+    async def run(self) -> None:
+        """Save until the stop is requested; the body of the supervised task.
+
+        Cancelling it ends the timer; a save that is under way is finished all the same.
+
+        Raises:
+            CheckpointNotRestored: The directory holds checkpoints that this run did not restore.
+            LogdirInUse: Somebody else writes there now.
+            Exception: The error of a failed save, where `fatal`.
+        """
+        self._loop = asyncio.get_running_loop()
+        if not self._store.can_save:
+            self._emit("checkpoint.nothing_to_save", "the saver has no variables: there is nothing to save")
+            await self._coordinator.wait_for_stop()
+            return
+        started = self._clock.monotonic()
+        try:
+            while not self._coordinator.should_stop():
+                self._kick.clear()
+                pause_secs = await self._save_in_turn()
+                if pause_secs is None and self._save_model_secs is not None:
+                    now = self._clock.monotonic()
+                    pause_secs = next_boundary(started, self._save_model_secs, now) - now
+                self._arm()
+                await self._until_due(pause_secs)
+        finally:
+            self._armed_at = None
+
+    async def _save_in_turn(self) -> float | None:
+        """One save of the timer; a pause in seconds if the next one is due at another time than usual."""
+        failure = self._session.failed_training_run
+        if failure is not None and failure is not self._seen_failure:
+            # The step that failed may have been applied in part. Either its error is on its way to stop us, and then
+            # the final save decides what this state is worth; or somebody has dealt with it, and training goes on.
+            self._seen_failure = failure
+            return _POSTPONED_SECS
+        try:
+            await asyncio.shield(self._request())
+        except SessionClosed:
+            return None
+        except _HOPELESS:
+            raise
+        except Exception:
+            if self._fatal:
+                raise
+            return min(_FIRST_BACKOFF_SECS * 2.0 ** (self._failures - 1), _LONGEST_BACKOFF_SECS)
+        return None
+
+    async def _until_due(self, secs: float | None) -> None:
+        async with anyio.create_task_group() as race:
+
+            async def sleep(secs: float) -> None:
+                await self._clock.sleep(secs)
+                race.cancel_scope.cancel()
+
+            async def kicked() -> None:
+                await self._kick.wait()
+                race.cancel_scope.cancel()
+
+            if secs is not None:
+                race.start_soon(sleep, secs)
+            race.start_soon(kicked)
+            await self._coordinator.wait_for_stop()
+            race.cancel_scope.cancel()
+
+    # -------------------------------------------------------------------------------------- by hand, at the end
+
+    async def save(self) -> CheckpointInfo:
+        """Save now: the state at this moment or later.
+
+        Cancelling it releases the caller; the save goes on.
+
+        Returns:
+            What was published; a `kind` other than regular tells that it was refused as not finite.
+
+        Raises:
+            RuntimeError: The saver has no variables.
+            SessionClosed: The session is closed.
+            Exception: Why it failed.
+        """
+        if not self._store.can_save:
+            raise RuntimeError("there is nothing to save: the saver has no variables")
+        return await asyncio.shield(self._request())
+
+    async def final_save(self, outcome: Outcome, timeout_secs: float | None = None) -> CheckpointInfo | None:
+        """The last save of a session; the timers are off from here on.
+
+        Nothing is written where nothing has changed since the last save. After an error of a training run the state
+        goes to an emergency checkpoint, which is never restored by itself.
+
+        Cancelling it releases the caller; the save goes on until the session is closed.
+
+        Args:
+            outcome: How the session ended.
+            timeout_secs: What remains for it, in seconds. If saves have taken longer than that, none is begun.
+
+        Returns:
+            What was published, or None.
+
+        Raises:
+            TimeoutError: It was not done in time.
+            Exception: Why it failed.
+        """
+        deadline = None if timeout_secs is None else self._clock.monotonic() + timeout_secs
+        self._ended = True
+        self._armed_at = None
+        self._emergency = outcome is Outcome.STEP_ERROR
+        if not self._store.can_save or self._session.closed:
+            return None
+        if not await self._wait_for(self._flight, deadline):
+            raise TimeoutError(f"the save in flight was not done within {timeout_secs:g} s")
+        if self._waiting is None and not self._changed():
+            return None
+        remaining = None if deadline is None else deadline - self._clock.monotonic()
+        if remaining is not None and self._cost_secs is not None and remaining < self._cost_secs:
+            self._emit(
+                "checkpoint.skipped",
+                f"no final save: saves take {self._cost_secs:.1f} s and {remaining:.1f} s remain; the newest "
+                f"checkpoint is {self._store.last_prefix}",
+                level="warning",
+                needed_secs=self._cost_secs,
+                remaining_secs=remaining,
+            )
+            return None
+        task = self._request()
+        if not await self._wait_for(task, deadline):
+            raise TimeoutError(f"the final save was not done within {timeout_secs:g} s")
+        info = task.result()
+        if info.kind is Kind.EMERGENCY:
+            self._emit(
+                "checkpoint.emergency",
+                f"a training run failed; the state after it was written to {info.prefix}, which is never restored by "
+                "itself",
+                level="warning",
+                prefix=info.prefix,
+                step=info.step,
+            )
+        return info
+
+    async def drain(self, timeout_secs: float | None = None) -> bool:
+        """Wait for the saves under way; before the session is closed.
+
+        Args:
+            timeout_secs: How long to wait, in seconds; None waits without limit.
+
+        Returns:
+            Whether none is left.
+        """
+        self._ended = True
+        deadline = None if timeout_secs is None else self._clock.monotonic() + timeout_secs
+        for task in tuple(self._tasks):
+            if not await self._wait_for(task, deadline):
+                return False
+        return True
+
+    async def _wait_for(self, task: asyncio.Task[Any] | None, deadline: float | None) -> bool:
+        """Whether a task is done by a time of the injected clock."""
+        if task is None or task.done():
+            return True
+        if deadline is None:
+            await asyncio.wait({task})
+            return True
+        timer = asyncio.ensure_future(self._clock.sleep(max(0.0, deadline - self._clock.monotonic())))
+        try:
+            await asyncio.wait({task, timer}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+        return task.done()
+
+    def _changed(self) -> bool:
+        saved = self._saved
+        if saved is None or saved.training_runs != self._session.training_runs:
+            return True
+        # A train op that does not advance the global step makes no training runs. Its work is saved all the same.
+        return self._session.training_runs == 0 and self._session.statistics().runs != self._runs_saved
+
+    # -------------------------------------------------------------------------------------- one save
+
+    def _request(self) -> asyncio.Task[CheckpointInfo]:
+        """The save whose snapshot is taken next: the one that waits, or a new one."""
+        if self._waiting is None:
+            self._waiting = self._start(self._after(self._flight))
+        return self._waiting
+
+    def _start(self, save: Coroutine[Any, Any, CheckpointInfo]) -> asyncio.Task[CheckpointInfo]:
+        task = asyncio.get_running_loop().create_task(save, name="checkpoint-save")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[CheckpointInfo]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked may be gone: it has been told as an event
+
+    async def _after(self, earlier: asyncio.Task[CheckpointInfo] | None) -> CheckpointInfo:
+        if earlier is not None and not earlier.done():
+            await asyncio.wait({earlier})
+        # From here on a new request gets a snapshot of its own.
+        self._flight, self._waiting = asyncio.current_task(), None
+        return await self._in_flight(None)
+
+    async def _in_flight(self, snapshot: Snapshot | None) -> CheckpointInfo:
+        try:
+            runs = self._session.statistics().runs
+            if snapshot is None:
+                snapshot = await self._session.control(self._take)
+            taken: Snapshot = snapshot
+            info: CheckpointInfo = await self._session.side(lambda raw: self._store.publish(taken))
+        except SessionClosed:
+            raise
+        except Exception as error:
+            self._failed(error)
+            raise
+        finally:
+            self._flight = None
+        self._succeeded(info, taken.info, runs)
+        return info
+
+    def _take(self, raw: Any) -> Snapshot:
+        """On the device thread, between two steps."""
+        kind = Kind.EMERGENCY if self._emergency else Kind.REGULAR
+        return self._store.snapshot(raw, kind=kind, training_runs=self._session.training_runs)
+
+    def _succeeded(self, info: CheckpointInfo, taken: SnapshotInfo, runs: int) -> None:
+        self._failures = 0
+        self.last_error = None
+        earlier, runs_earlier = self._saved, self._runs_saved
+        self._saved, self._runs_saved = taken, runs
+        self._cost_secs = info.stall_secs + info.write_secs
+        if (
+            earlier is not None
+            and taken.step is not None
+            and taken.step == earlier.step
+            and taken.training_runs == 0
+            and runs != runs_earlier
+            and not self._warned_stuck
+        ):
+            self._warned_stuck = True
+            self._emit(
+                "checkpoint.step_stuck",
+                f"the global step has stood at {taken.step} during {runs - runs_earlier} runs: does the train op "
+                "advance it? The model is saved all the same, each time under the same name.",
+                level="warning",
+                step=taken.step,
+                runs=runs - runs_earlier,
+            )
+        self._emit(
+            "checkpoint.saved",
+            f"saved {info.prefix} ({info.bytes} bytes, training stood still for {info.stall_secs * 1e3:.1f} ms)",
+            prefix=info.prefix,
+            step=info.step,
+            bytes=info.bytes,
+            stall_secs=info.stall_secs,
+            write_secs=info.write_secs,
+            checkpoint_kind=info.kind.name.lower(),
+        )
+        if self._on_saved is not None and info.kind is Kind.REGULAR:
+            self._on_saved(info)
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        self.last_error = error
+        self._emit(
+            "checkpoint.failed",
+            f"a save failed, training goes on: {error!r}; the newest checkpoint is {self._store.last_prefix}",
+            level="error",
+            error=repr(error),
+            failures=self._failures,
+        )
+
+    # -------------------------------------------------------------------------------------- by steps
+
+    def _arm(self) -> None:
+        """Have the device thread look at the step when it may be time."""
+        if self._save_model_steps is None or self._ended or self._saved is None:
+            return
+        saved = self._saved
+        base = saved.step if saved.step is not None else saved.training_runs or 0
+        self._set_alarm(base + self._save_model_steps, base, saved.training_runs or 0)
+
+    def _set_alarm(self, due: int, step: int, training_runs: int) -> None:
+        """Any thread: look again when `due` may be reached, as far as the steps of one run are known by now."""
+        self._armed_at = (due, step)
+        per_run = 1
+        if self._saved is not None and self._saved.training_runs is not None:
+            runs = self._session.training_runs - self._saved.training_runs
+            if runs > 0 and self._saved.step is not None:
+                per_run = max(1, -(-(step - self._saved.step) // runs))
+        self._session.set_alarm(
+            max(training_runs, self._session.training_runs) + max(1, (due - step) // per_run), self._ring
+        )
+
+    def _ring(self) -> None:
+        """On the device thread, right after a training run: the step has one definite value here."""
+        armed = self._armed_at
+        loop = self._loop
+        if armed is None or self._ended or loop is None or self._session.closed:
+            return
+        due, _ = armed
+        runs = self._session.training_runs
+        step = self._store.read_step(self._session.raw)
+        reached = runs if step is None else step
+        if reached < due:
+            self._set_alarm(due, reached, runs)
+            return
+        self._armed_at = None
+        if self._flight is not None or self._waiting is not None:
+            # Under way by another's order; when that is done, the service looks whether more is due.
+            _call_soon(loop, self._kick.set)
+            return
+        snapshot = self._take(self._session.raw)
+        _call_soon(loop, self._hand_over, snapshot)
+
+    def _hand_over(self, snapshot: Snapshot) -> None:
+        """On the loop: publish what the device thread took, then let the service go on from there."""
+        if self._flight is not None or self._waiting is not None or self._ended:
+            # Somebody asked in the meantime, and gets a newer state. An older one is not published after it.
+            self._session.executor.side(snapshot.discard)
+            return
+        self._flight = self._start(self._publish_taken(snapshot))
+
+    async def _publish_taken(self, snapshot: Snapshot) -> CheckpointInfo:
+        try:
+            return await self._in_flight(snapshot)
+        finally:
+            self._arm()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], *args: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(fn, *args)
+    except RuntimeError:  # the loop is closed
+        pass
