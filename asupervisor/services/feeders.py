@@ -21,6 +21,8 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -40,9 +42,6 @@ _ECHOES_OF_CLOSE = (*_ECHOES, tf.errors.AbortedError, tf.errors.UnavailableError
 # graph at most, which the session holds anyway.
 _lock = threading.Lock()
 _outstanding: weakref.WeakKeyDictionary[tf.compat.v1.Session, dict[Any, int]] = weakref.WeakKeyDictionary()
-
-# asyncio holds tasks weakly, and a queue must be cancelled even if nobody waits for it any more.
-_cancelling: set[asyncio.Task[None]] = set()
 
 
 def make_feeders(
@@ -84,7 +83,7 @@ def make_feeders(
         _check_runner(runner, sess.graph)
     services: list[QueueFeeder | QueueCloser] = []
     for runner in runners:
-        services.extend(QueueFeeders(runner, sess, coordinator=coordinator, emit=emit).services)
+        services.extend(QueueFeeders(runner, sess, coordinator=coordinator, emit=emit).create())
     return services
 
 
@@ -101,25 +100,42 @@ def producers(sess: AsyncSession) -> Mapping[str, int]:
     return counts
 
 
-def report_starved(sess: AsyncSession, queue: str, emit: EventSink = log_only) -> bool:
-    """Tell why a queue stays empty, if that is because nothing feeds it.
+def report_starved(sess: AsyncSession, sources: Iterable[str], emit: EventSink = log_only) -> tuple[str, ...]:
+    """Tell which queues stay empty because nothing feeds them.
 
-    For whoever notices that a step waits in a dequeue. An event ``queue.no_producer`` names the queue.
+    For whoever notices that a step waits for its input. An event ``queue.no_producer`` names each such queue.
 
     Args:
         sess: The session.
-        queue: Name of the queue.
-        emit: Where the event goes.
+        sources: Names of what the step takes from: ops that dequeue, as `Touches.sources` has them, or queues.
+        emit: Where the events go.
 
     Returns:
-        Whether no feeder of that queue is alive. False for queues without a QueueRunner: those are fed by the
-        program itself.
+        Names of the queues that have a QueueRunner, but no feeder of it is alive. A queue without a QueueRunner is
+        fed by the program itself, and is not among them.
     """
-    count = producers(sess).get(queue)
-    if count != 0:
-        return False
-    _no_producer(emit, queue, "its feeders were never started, or have all ended")
-    return True
+    counts = producers(sess)
+    queues = dict.fromkeys(_queue_of(sess.graph, source) for source in sources)
+    unfed = tuple(queue for queue in queues if counts.get(queue) == 0)
+    for queue in unfed:
+        _no_producer(emit, queue, "its feeders were never started, or have all ended")
+    return unfed
+
+
+def queue_name(runner: Any) -> str:
+    """The full name of a runner's queue; `runner.name` may lack the scope."""
+    queue = getattr(runner.queue, "queue_ref", runner.queue)
+    return str(getattr(queue, "op", queue).name)
+
+
+def _queue_of(graph: tf.Graph, source: str) -> str:
+    try:
+        op = graph.get_operation_by_name(source)
+    except (KeyError, ValueError):  # inside of a function's body
+        return source
+    while op.type.startswith("QueueDequeue") or op.type == "Identity":
+        op = op.inputs[0].op
+    return str(op.name)
 
 
 class QueueFeeders:
@@ -142,27 +158,30 @@ class QueueFeeders:
     ) -> None:
         self.runner = runner
         self.name: str = runner.name
+        self.queue = queue_name(runner)
         self.session = sess
         self.coordinator = coordinator
         self.emit = emit
         self.exceptions_raised: list[BaseException] = []
-        """Errors of the feeders, where there is no coordinator to take them."""
-        self.feeders: tuple[QueueFeeder, ...] = ()
-        self.closer: QueueCloser | None = None
-        ops = runner.enqueue_ops
-        with _lock:
-            counts = _outstanding.setdefault(sess.raw, {})
-            if counts.get(runner, 0) > 0:
-                return
-            counts[runner] = len(ops)
-        self.feeders = tuple(QueueFeeder(self, op) for op in ops)
-        if coordinator is not None:
-            self.closer = QueueCloser(self, coordinator)
+        """Errors of the feeders since they were created, where there is no coordinator to take them."""
 
-    @property
-    def services(self) -> tuple[QueueFeeder | QueueCloser, ...]:
-        """The feeders and the closer; empty where earlier ones of this runner are outstanding."""
-        return self.feeders if self.closer is None else (*self.feeders, self.closer)
+    def create(self) -> list[QueueFeeder | QueueCloser]:
+        """The services: the feeders and, with a coordinator, the closer.
+
+        Empty while feeders of this runner are outstanding in this session, whoever created them and whether or not
+        they were started. They are not kept here: who runs them decides how long the session lives.
+        """
+        ops = self.runner.enqueue_ops
+        with _lock:
+            counts = _outstanding.setdefault(self.session.raw, {})
+            if counts.get(self.runner, 0) > 0:
+                return []
+            counts[self.runner] = len(ops)
+        self.exceptions_raised = []
+        services: list[QueueFeeder | QueueCloser] = [QueueFeeder(self, op) for op in ops]
+        if self.coordinator is not None:
+            services.append(QueueCloser(self, self.coordinator))
+        return services
 
     # ------------------------------------------------------------------ told by the feeders, on their threads
 
@@ -195,14 +214,15 @@ class QueueFeeders:
             try:
                 raw.run(self.runner.close_op)
             except Exception as ignored:  # the queue may be closed, or the session
-                self.emit("queue.close_failed", f"closing queue {self.name}: {ignored!r}", level="debug")
+                self.emit("queue.close_failed", f"closing queue {self.queue}: {ignored!r}", level="debug")
             self.emit(
                 "queue.closed",
-                f"queue {self.name} is closed: the input of its last feeder has ended ({_first_line(error)})",
-                queue=self.name,
+                f"queue {self.queue} is closed: the input of its last feeder has ended ({_first_line(error)})",
+                queue=self.queue,
             )
         elif not self.stopping() or (error is not None and not self.is_echo(error)):
-            _no_producer(self.emit, self.name, f"its last feeder ended with {error!r}", error=repr(error))
+            why = _first_line(error)
+            _no_producer(self.emit, self.queue, f"its last feeder ended with {why}", error=why)
 
 
 class QueueFeeder:
@@ -291,27 +311,30 @@ class QueueCloser:
     async def run(self) -> None:
         """Wait for the stop, then cancel the queue.
 
-        Cancelled, it has the queue cancelled all the same, and does not wait for that: a feeder must not stay
-        blocked because the services were not given any grace.
+        Cancelled, it has the queue cancelled all the same, without waiting for that: a feeder must not stay blocked
+        because the services were not given any grace.
         """
+        session = self.group.session
         try:
             await self.coordinator.wait_for_stop()
-        finally:
-            task = asyncio.create_task(self._cancel_queue(), name=self.name)
-            _cancelling.add(task)
-            task.add_done_callback(_cancelling.discard)
-            await asyncio.wait({task})
-
-    async def _cancel_queue(self) -> None:
-        try:
-            session = self.group.session
             await session.executor.side(self._cancel, session.raw, label=self.name)
-        except Exception as ignored:  # the queue may be closed, or the session
-            self.group.emit("queue.cancel_failed", f"cancelling queue {self.group.name}: {ignored!r}", level="debug")
+        except asyncio.CancelledError:
+            # No task of ours, and no await: the loop may be about to end.
+            with suppress(RuntimeError):  # no side threads any more: closing the session frees whoever is blocked
+                session.executor.device.side.submit(partial(self._cancel, session.raw), self.name)
+            raise
+        except SessionClosed:
+            pass
 
     def _cancel(self, raw: tf.compat.v1.Session) -> None:
+        """On a side thread: the device thread may be waiting for an element of this very queue."""
         with self.group.session.graph.as_default():
-            raw.run(self.group.runner.cancel_op)
+            try:
+                raw.run(self.group.runner.cancel_op)
+            except Exception as ignored:  # the queue may be closed, or the session
+                self.group.emit(
+                    "queue.cancel_failed", f"cancelling queue {self.group.queue}: {ignored!r}", level="debug"
+                )
 
 
 def _check_runner(runner: Any, graph: tf.Graph) -> None:
@@ -320,7 +343,7 @@ def _check_runner(runner: Any, graph: tf.Graph) -> None:
     for op in (*runner.enqueue_ops, runner.close_op, runner.cancel_op):
         if getattr(op, "graph", graph) is not graph:
             raise ValueError(
-                f"{op.name} of the QueueRunner of {runner.name} belongs to another graph than the session. "
+                f"{op.name} of the QueueRunner of {queue_name(runner)} belongs to another graph than the session. "
                 "Pass the queue runners of the session's own graph."
             )
 
@@ -336,5 +359,7 @@ def _no_producer(emit: EventSink, queue: str, why: str, **data: Any) -> None:
 
 
 def _first_line(error: BaseException | None) -> str:
+    if error is None:
+        return "a cancellation"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
