@@ -22,7 +22,6 @@ import asyncio
 import time
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar
 
 import anyio
@@ -31,6 +30,7 @@ from anyio.abc import TaskGroup
 from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.coordinator import Coordinator
+from asupervisor.runtime.joining import cancel_again, keep
 from asupervisor.runtime.service import Service
 
 T = TypeVar("T")
@@ -38,13 +38,8 @@ T = TypeVar("T")
 KILL_GRACE_SECS = 1.0
 """What is left to something that was cancelled, or that is not waited for politely."""
 
-_LIVE_TASKS: set[asyncio.Task[Any]] = set()  # asyncio itself refers to tasks only weakly
-
-
-def _keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
-    _LIVE_TASKS.add(task)
-    task.add_done_callback(_LIVE_TASKS.discard)
-    return task
+ONE_EVENT_SECS = 0.1
+"""Cancellations within this time are one event: a loop that is torn down cancels all of its tasks at once."""
 
 
 class Host(Generic[T]):
@@ -87,6 +82,7 @@ class Host(Generic[T]):
         self.emit = emit
         self.services: list[Service] = []
         self.on_body_overdue: Callable[[], None] | None = None
+        self.body_task: asyncio.Task[Any] | None = None
         self._startup = startup
         self._settle = settle
         self._release = release
@@ -102,16 +98,23 @@ class Host(Generic[T]):
         self._stopping = self.loop.create_future()
         self._grace_over = self.loop.create_future()
         self._body_done = self.loop.create_future()
+        self._body_knows = False
+        self._settle_wanted = self.loop.create_future()
         self._settled = self.loop.create_future()
         self._close_wanted = self.loop.create_future()
         self._finished = self.loop.create_future()
         self._main_ended = self.loop.create_future()
         self._services_cancelled = False
+        self._escaped: list[BaseException] = []  # what has left the loop by itself
         self._interrupts = 0
+        self._interrupted_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._late_timers = 0
         self._bell = self.loop.create_future()  # rung when a wait of the closer must look again
-        self._exempt: set[Service] = set()
+        self._exempt: set[Service] = set()  # who waits in `stop` or `join`, and is not waited for
+        self._closing: set[Service] = set()  # those of them who wait in `join`
+        self._ran = False
+        self._abandoned = False
         self._late: list[str] = []
         self._late_stack = ""
 
@@ -133,24 +136,44 @@ class Host(Generic[T]):
             self.coordinator.clear_stop()
         self.coordinator.bind()
         self.coordinator.add_stop_callback(self._on_stop)
-        self._main_task = _keep(self.loop.create_task(self._main(), name=f"{self.name}-host"))
-        _keep(self.loop.create_task(self._bring_down(), name=f"{self.name}-closer"))
+        self._main_task = keep(self.loop.create_task(self._main(), name=f"{self.name}-host"))
+        closer = keep(self.loop.create_task(self._bring_down(), name=f"{self.name}-closer"))
+        for task in (self._main_task, closer):
+            task.add_done_callback(_retrieve_interrupt)
+        error: BaseException | None = None
         try:
-            await asyncio.wait([self._started])
-        except BaseException:
-            self.hurry()
+            try:
+                # The second one comes first where the startup does not let itself be aborted.
+                await asyncio.wait([self._started, self._finished], return_when=asyncio.FIRST_COMPLETED)
+            except BaseException:
+                self.hurry()
+                self.close()
+                await self.join()
+                raise
+            if self._ran and self._startup_error is None:
+                return self._value  # type: ignore[return-value]
             self.close()
-            await self.join()
-            raise
-        if self._startup_error is None:
-            return self._value  # type: ignore[return-value]
-        self.close()
-        await self.join()
-        error, self._startup_error = self._startup_error, None
-        try:
+            cancellations = await self.join()
+            error = self._startup_error or self._stuck_startup()
+            self._startup_error = None
+            if cancellations:
+                if isinstance(error, StopRequested):
+                    raise cancellations[-1]
+                cancel_again(asyncio.current_task())
+            if error is self.coordinator.error:
+                self.coordinator.raise_requested_exception()
             raise error
+        except BaseException:
+            self.coordinator.mark_joined()
+            self.coordinator.forget_errors()
+            self.coordinator.unbind()
+            raise
         finally:
-            del error
+            error = None  # a frame that raises refers to itself through its traceback
+            cancellations = []
+
+    def _stuck_startup(self) -> BaseException:
+        return self.coordinator.error or StopGraceExceeded([f"start of {self.name}"], self.kill_grace_secs)
 
     async def _main(self) -> None:
         try:
@@ -162,8 +185,13 @@ class Host(Generic[T]):
         except CancelledError:
             # From outside: `asyncio.run` cancels every task at its end. The services got the same; stop in order.
             self.coordinator.request_stop()
-        except BaseExceptionGroup:
-            pass  # KeyboardInterrupt or SystemExit of a service: it has already left the loop
+        except BaseExceptionGroup as group:
+            # KeyboardInterrupt or SystemExit: of a service, then it has already left the loop by itself; or of ours,
+            # where Ctrl-C was pressed while this task had its turn.
+            self.coordinator.request_stop()
+            for error in group.exceptions:
+                if error not in self._escaped:
+                    raise error from None
         finally:
             for service in self.services:
                 _set(service.ended)  # a task that was cancelled before its first step never gets there
@@ -178,17 +206,29 @@ class Host(Generic[T]):
                 self._startup_error = error
                 self.coordinator.request_stop()
                 raise
-            self._startup_error = self.coordinator.error or StopRequested(f"starting {self.name}")
+            self._startup_error = self._aborted()
         except BaseException as error:
-            # Reported nowhere: an error of the startup leaves `start` as it is, and is never a clean end.
-            self._startup_error = error
+            # Reported nowhere: an error of the startup leaves `start` as it is, and is never a clean end. But what
+            # was reported before it came first, and the echo of an abortion is no error.
+            first = self.coordinator.error
+            if first is not None and first is not error:
+                self.coordinator.record(error, f"start of {self.name}")
+                self._startup_error = first
+            elif self.coordinator.should_stop() and isinstance(error, self.coordinator.consequence_types):
+                self._startup_error = self._aborted()
+            else:
+                self._startup_error = error
             self.coordinator.request_stop()
         else:
+            self._ran = True
             if self.coordinator.should_stop():
-                self._startup_error = self.coordinator.error or StopRequested(f"starting {self.name}")
+                self._startup_error = self._aborted()
             else:
                 self.state = "running"
         _set(self._started)
+
+    def _aborted(self) -> BaseException:
+        return self.coordinator.error or StopRequested(f"start of {self.name}")
 
     # ------------------------------------------------------------------ services
 
@@ -229,12 +269,19 @@ class Host(Generic[T]):
             )
         service = Service(name, critical)
         self.services.append(service)
-        if on_stop == "cancel":
-            self.coordinator.add_stop_callback(service.cancel)
-        self._group.start_soon(self._guard, service, async_fn, args, name=f"{self.name}:{name}")
+        cancel = service.cancel if on_stop == "cancel" else None
+        if cancel is not None:
+            self.coordinator.add_stop_callback(cancel)
+        self._group.start_soon(self._guard, service, async_fn, args, cancel, name=f"{self.name}:{name}")
         return service
 
-    async def _guard(self, service: Service, async_fn: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
+    async def _guard(
+        self,
+        service: Service,
+        async_fn: Callable[..., Awaitable[Any]],
+        args: tuple[Any, ...],
+        on_stop: Callable[[], None] | None,
+    ) -> None:
         """Run a service; what it raises is recorded here and never reaches the task group."""
         service.running_in = asyncio.current_task()
         service.state = "running"
@@ -247,15 +294,20 @@ class Host(Generic[T]):
             outside = RuntimeError(f"service {service.name!r} was cancelled from outside")
             outside.__cause__ = error
             self._failed(service, outside)
-        except Exception as error:
-            self._failed(service, error)
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit) as error:
             # asyncio lets these out of the loop at once. Not recorded: they would be raised a second time.
+            self._escaped.append(error)
             self.coordinator.request_stop()
             raise
+        except GeneratorExit:  # the coroutine is destroyed: the loop was closed under it
+            raise
+        except BaseException as error:  # also those that are no Exception: those of pytest, for one
+            self._failed(service, error)
         finally:
             if service.state == "running":
                 service.state = "done"
+            if on_stop is not None:
+                self.coordinator.remove_stop_callback(on_stop)
             # The record stays in the status; the task and what it referred to need not.
             service.scope = anyio.CancelScope()
             _set(service.ended)
@@ -264,12 +316,9 @@ class Host(Generic[T]):
         clean = isinstance(error, self.coordinator.clean_stop_exception_types)
         service.state = "done" if clean else "failed"
         service.last_error = error
-        if service.critical:
-            try:
-                self.coordinator.report(error, service.name)
-            except BaseException as raised:  # joined already: nobody but the log will see it
-                self.emit("service.failed", f"{service.name} failed after the stop: {raised!r}", level="error")
-        else:
+        if service.critical and not self._finished.done():
+            self.coordinator.record(error, service.name)
+        else:  # or it outlived everything: nobody but the log will see it
             self.emit(
                 "service.failed",
                 f"{service.name} failed: {error!r}",
@@ -285,10 +334,16 @@ class Host(Generic[T]):
 
     def _on_stop(self) -> None:
         """The stop was requested; a loop callback, once."""
-        if self.state != "stopped":
-            self.state = "stopping"
+        if self._stopping.done():
+            return
+        self.state = "stopping"
         if not self._started.done() or self._startup_error is not None:
-            self._cancel_services()  # aborts the startup: there is nobody to be given grace
+            # This aborts the startup: there is nobody to be given grace, and no body to wait for.
+            self._cancel_services()
+            _set(self._grace_over)
+            _set(self._body_done)
+            _set(self._settle_wanted)
+            _set(self._close_wanted)
         elif not self._services_cancelled:
             self._arm(self.stop_grace_secs)
         _set(self._stopping)
@@ -313,7 +368,7 @@ class Host(Generic[T]):
                 services=waiting,
             )
         self._cancel_services()
-        if not self._body_done.done() and self.on_body_overdue is not None:
+        if not self._body_done.done() and not self._body_knows and self.on_body_overdue is not None:
             self.on_body_overdue()
         _set(self._grace_over)
 
@@ -324,7 +379,10 @@ class Host(Generic[T]):
 
     def hurry(self) -> None:
         """Whoever waits for the end was cancelled: no more grace for the services; twice: none for the last words."""
-        self._interrupts += 1
+        now = self.loop.time()
+        if not self._interrupts or now - self._interrupted_at > ONE_EVENT_SECS:
+            self._interrupts += 1
+            self._interrupted_at = now
         self.coordinator.request_stop()
         self._on_stop()
         self._ring()
@@ -342,28 +400,63 @@ class Host(Generic[T]):
         """Ask for the end: stop, settle, release. `join` waits for it."""
         self.coordinator.request_stop()
         self.coordinator.drain()
+        self._on_stop()  # where an interrupt has hit the drain that should have called it
         _set(self._body_done)
+        _set(self._settle_wanted)
         _set(self._close_wanted)
 
     def abandon(self) -> None:
-        """End without a loop: everything that can be told to end is told, nothing is waited for."""
+        """End without the loop: everything that can be told to end is told, nothing is waited for.
+
+        If the loop still lives, the rest follows when it runs.
+        """
+        self._abandoned = True
         self.coordinator.request_stop()
-        self.coordinator.unbind()
-        self.state = "stopped"
-        if self._close_now is not None:
-            self._close_now()
-        self._let_go()
+        close_now, self._close_now = self._close_now, None
+        try:
+            self.loop.call_soon_threadsafe(self._end_abandoned)
+        except RuntimeError:  # it is closed
+            self.state = "stopped"
+            self.coordinator.unbind()
+            self._let_go()
+        if close_now is not None:
+            close_now()
+
+    def _end_abandoned(self) -> None:
+        self.hurry()
+        self._interrupts = 2  # no last words: what could be closed has been closed
+        self.close()
 
     async def _bring_down(self) -> None:
         """The closer task: each step is bounded, and a cancellation of this task only takes time away from it."""
+        try:
+            await self._bring_down_in_order()
+        finally:
+            # Whatever happens, those who wait are told. Ctrl-C raises in whatever task has its turn: in this one, too.
+            if not self._finished.done() and self._close_now is not None:
+                self._close_now()
+            self.state = "stopped"
+            if self._timer is not None:
+                self._timer.cancel()
+            self.coordinator.remove_stop_callback(self._on_stop)
+            _set(self._settled)
+            _set(self._finished)
+            if self._abandoned:
+                self.coordinator.forget_errors()
+                self.coordinator.unbind()
+                self._let_go()
+
+    async def _bring_down_in_order(self) -> None:
         await self._outwait([self._stopping], None)
         await self._services_end()
-        await self._outwait([self._body_done, self._grace_over], None, any_of=True)
-        if self.on_body_overdue is not None:  # it was told at the end of the grace: let it get out of the block
-            await self._outwait([self._body_done], self.kill_grace_secs)
+        await self._outwait([self._settle_wanted, self._grace_over], None, any_of=True)
+        # At the end of the grace the body was told: let it get out of the block.
+        await self._outwait([self._settle_wanted], self.kill_grace_secs)
         await self._last_words()
         _set(self._settled)
         await self._outwait([self._close_wanted], None)
+        self._exempt &= self._closing  # who has called `stop()` has had no more than the others until now
+        await self._services_end()
         await self._last_words()
         if self._release is not None:
             await self._bounded(self._release, 4 * self.kill_grace_secs, "release")
@@ -371,11 +464,7 @@ class Host(Generic[T]):
         for label, stack in self._busy_threads() if self._busy_threads is not None else ():
             self._late.append(label)
             self._late_stack = self._late_stack or stack
-        self.state = "stopped"
-        if self._timer is not None:
-            self._timer.cancel()
-        self.coordinator.remove_stop_callback(self._on_stop)
-        _set(self._finished)
+        self._finished.set_result(None)
 
     async def _services_end(self) -> None:
         while running := self._running_services():
@@ -391,17 +480,14 @@ class Host(Generic[T]):
             await self._outwait([self._main_ended], left)
 
     async def _last_words(self) -> None:
-        if self._settle is None or self._startup_error is not None or self._interrupts > 1:
+        if self._settle is None or not self._ran or self._startup_error is not None or self._interrupts > 1:
             return
-        asked = self.coordinator.stop_requested_at
-        now = time.monotonic()
-        left = self.stop_grace_secs - (now - asked) if asked is not None else self.stop_grace_secs
-        await self._bounded(self._settle, max(self.kill_grace_secs, left), "final save")
+        await self._bounded(self._settle, self.grace_left, "final save")
 
     async def _bounded(self, step: Callable[[], Coroutine[Any, Any, None]], secs: float, name: str) -> None:
         """Run a step in a task of its own, so that neither a cancellation nor a hang of it takes us along."""
         interrupts = self._interrupts
-        task = _keep(self.loop.create_task(step(), name=f"{self.name}-{name.replace(' ', '-')}"))
+        task = keep(self.loop.create_task(step(), name=f"{self.name}-{name.replace(' ', '-')}"))
         deadline = self.loop.time() + secs
         while not task.done() and (left := deadline - self.loop.time()) > 0:
             await self._outwait([task, self._bell], left, any_of=True)
@@ -417,9 +503,8 @@ class Host(Generic[T]):
             return
         if task.cancelled():
             self.emit("stop.skipped", f"{name} was skipped", level="warning", step=name)
-        elif (error := task.exception()) is not None:
-            with suppress(BaseException):
-                self.coordinator.report(error, name)
+        elif (error := task.exception()) is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+            self.coordinator.record(error, name)
 
     def _ring(self) -> None:
         bell, self._bell = self._bell, self.loop.create_future()
@@ -453,12 +538,16 @@ class Host(Generic[T]):
             BaseException: The first error that was reported.
             StopGraceExceeded: Services outlived their grace.
         """
+        self._check_loop("stop()")
         me = asyncio.current_task()
-        self._exempt.update(service for service in self.services if service.running_in is me)
+        callers = self._services_of(me)
+        self._exempt |= callers
+        self._body_knows |= me is self.body_task if self.body_task is not None else not callers
         self._ring()
         self.coordinator.request_stop()
         self.coordinator.drain()
-        _set(self._body_done)
+        self._on_stop()
+        _set(self._settle_wanted)
         await asyncio.wait([self._settled])
         self.coordinator.mark_joined()
         self.coordinator.raise_requested_exception()
@@ -470,8 +559,13 @@ class Host(Generic[T]):
         """Wait for the end of everything; bounded, since each step is.
 
         A cancellation takes the grace away from the services, and the wait goes on; a second one skips the last
-        words. All of them are returned: whoever waits must not lose them.
+        words. All of them are returned: whoever waits must not lose them. A service may call it; it is not waited for
+        then.
         """
+        self._check_loop("join()")
+        self._closing |= (callers := self._services_of(asyncio.current_task()))
+        self._exempt |= callers
+        self._ring()
         cancellations: list[CancelledError] = []
         while not self._finished.done():
             try:
@@ -485,13 +579,32 @@ class Host(Generic[T]):
         self._let_go()
         return cancellations
 
+    def _services_of(self, task: asyncio.Task[Any] | None) -> set[Service]:
+        return {service for service in self.services if task is not None and service.running_in is task}
+
+    def _check_loop(self, what: str) -> None:
+        if _running_loop() is not self.loop:
+            raise WrongEventLoop(
+                f"{what} of {self.name} was called off the event loop of its session",
+                "Call it on that loop, or call request_stop(), which is safe anywhere.",
+            )
+
     def _let_go(self) -> None:
         """Drop the references that would keep the value alive until the garbage collector comes."""
         self._value = None
         self._startup = _gone
         self._settle = self._release = self._close_now = self._busy_threads = None
         self.on_body_overdue = None
+        self.body_task = None
         self._group = None
+        self._escaped = []
+
+    @property
+    def grace_left(self) -> float:
+        """What the stop has left of the grace, in seconds; never less than the kill grace."""
+        asked = self.coordinator.stop_requested_at
+        used = 0.0 if asked is None else time.monotonic() - asked
+        return max(self.kill_grace_secs, self.stop_grace_secs - used)
 
     @property
     def interrupted(self) -> bool:
@@ -516,6 +629,15 @@ class Host(Generic[T]):
 
 async def _gone(host: Host[Any]) -> Any:
     raise StopRequested(f"starting {host.name}")
+
+
+def _retrieve_interrupt(task: asyncio.Task[Any]) -> None:
+    """KeyboardInterrupt has left the loop by itself: asyncio need not tell that nobody retrieved it from the task."""
+    if task.cancelled():
+        return
+    error = task.exception()
+    if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+        task.get_loop().call_exception_handler({"message": "asupervisor failed", "exception": error, "task": task})
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -1,0 +1,460 @@
+"""One session of a supervisor: its parts, from the lock on the logdir to the STOP record.
+
+::
+
+    start:   logdir and lock ── event file ── session (restored, initialised or awaited) ── graph written
+             ── START record ── standing services ── queue feeders
+    settle:  final save
+    release: session closed ── device thread joined ── STOP record ── journal ── lock given back
+
+`start` runs in the host's task group; `settle` and `release` in tasks of the host's closer, each bounded by it.
+Everything here runs on the event loop; what blocks goes to the device thread or a side thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from asupervisor.checkpoint.lock import LogdirLock
+from asupervisor.checkpoint.records import CheckpointInfo, NonFinitePolicy, Outcome
+from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
+from asupervisor.checkpoint.store import CheckpointStore
+from asupervisor.clock import Clock
+from asupervisor.errors import SessionClosed
+from asupervisor.events import EventHub, Status
+from asupervisor.runtime import signals
+from asupervisor.runtime.coordinator import Coordinator
+from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.runtime.host import KILL_GRACE_SECS, Host
+from asupervisor.runtime.service import Service
+from asupervisor.services.checkpointing import CheckpointService
+from asupervisor.services.feeders import make_feeders
+from asupervisor.services.step_counter import StepCounter
+from asupervisor.services.summaries import SummaryService
+from asupervisor.session.elements import GraphElements, step_value
+from asupervisor.session.manager import SessionManager
+from asupervisor.session.session import AsyncSession
+from asupervisor.summary.base import SummaryWriter
+from asupervisor.summary.journal import Journal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What a supervisor was told, as its sessions use it; see `Supervisor` for the meaning of each.
+
+    For a non-chief `logdir` and the intervals are None.
+    """
+
+    name: str
+    elements: GraphElements
+    is_chief: bool
+    logdir: str | None
+    checkpoint_basename: str
+    init_feed_dict: Mapping[Any, Any] | None
+    init_fn: Callable[[Any], Any] | None
+    save_summaries_secs: float | None
+    save_summaries_steps: int | None
+    save_model_secs: float | None
+    save_model_steps: int | None
+    save_on_exit: bool
+    fresh_start: bool
+    nonfinite: NonFinitePolicy
+    retention: Any
+    journal: bool
+    handle_signals: bool
+    stop_grace_secs: float
+    executor: DeviceExecutor | None
+    clock: Clock
+
+    @property
+    def saves(self) -> bool:
+        """Whether there is somewhere to save to and something to save with."""
+        return self.logdir is not None and self.elements.saver is not None
+
+    @property
+    def saves_by_itself(self) -> bool:
+        """Whether the checkpoint service and the final save exist."""
+        return self.saves and bool(self.save_model_secs or self.save_model_steps)
+
+
+class SupervisedRun:
+    """The parts of one session and how they are put together and taken apart.
+
+    Args:
+        settings: What the supervisor was told.
+        coordinator: Its stop state.
+        hub: Where its events go.
+        store: Its checkpoints, or None; outlives the run.
+        writer: Its summary writer, or None; outlives the run.
+        session_manager: What prepares the session.
+        close_summary_writer: Whether the writer is closed at the end.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        coordinator: Coordinator,
+        hub: EventHub,
+        store: CheckpointStore | None,
+        writer: SummaryWriter | None,
+        session_manager: SessionManager,
+        close_summary_writer: bool,
+    ) -> None:
+        self._settings = settings
+        self._coordinator = coordinator
+        self._hub = hub
+        self._emit = hub.emit
+        self._writer = writer
+        self._close_writer = close_summary_writer
+        self._manager = session_manager
+        self._owns_executor = settings.executor is None
+        self._executor = settings.executor or DeviceExecutor(f"{settings.name}/cpu:0", emit=hub.emit)
+        self._store = store
+        self._lock: LogdirLock | None = None
+        self._session: AsyncSession | None = None
+        self._checkpoints: CheckpointService | None = None
+        self._summaries: SummaryService | None = None
+        self._step_counter: StepCounter | None = None
+        self._journal: asyncio.Task[None] | None = None
+        self._host: Host[AsyncSession] | None = None
+        self._started_at = settings.clock.monotonic()
+        self._start_step: int | None = None
+        self._last_status: Status | None = None
+
+    # ------------------------------------------------------------------ start
+
+    async def start(
+        self,
+        host: Host[AsyncSession],
+        *,
+        master: str,
+        config: Any,
+        wait_for_checkpoint: bool,
+        max_wait_secs: float,
+        start_standard_services: bool,
+    ) -> AsyncSession:
+        """Make the session and what stands around it; see `Supervisor.prepare_or_wait_for_session`."""
+        settings, elements = self._settings, self._settings.elements
+        self._host = host
+        if settings.handle_signals:
+            signals.subscribe(self._on_signal)
+        if settings.logdir is not None:
+            await self._claim_logdir(settings.logdir)
+        if self._writer is not None:
+            self._writer.open()
+        manager = self._manager.bound(
+            executor=self._executor,
+            clock=settings.clock,
+            emit=self._emit,
+            restore=None if self._store is None else self._store.restorer,
+            coordinator=self._coordinator,
+            global_step=elements.global_step,
+            close=self._close_session,
+        )
+        if settings.is_chief:
+            session = await manager.prepare_session(
+                master,
+                init_op=elements.init_op,
+                saver=elements.saver,
+                checkpoint_dir=settings.logdir,
+                wait_for_checkpoint=wait_for_checkpoint,
+                max_wait_secs=max_wait_secs,
+                config=config,
+                init_feed_dict=settings.init_feed_dict,
+                init_fn=settings.init_fn,
+            )
+        else:
+            session = await manager.wait_for_session(master, config=config, max_wait_secs=max_wait_secs)
+        self._session = session
+        self._start_step = await self._read_step()
+        if self._store is not None and settings.saves_by_itself and start_standard_services:
+            await session.control(self._store.warm_up)
+        self._write_graph()
+        self._emit(
+            "session.started",
+            f"{'restored from ' + manager.restored_from if manager.restored_from else 'ready'}"
+            + ("" if self._start_step is None else f", at step {self._start_step}"),
+            restored_from=manager.restored_from,
+            start_step=self._start_step,
+        )
+        if start_standard_services:
+            if settings.is_chief and settings.logdir is not None:
+                self.start_standard_services(host, session)
+            self.start_queue_runners(host, session, None)
+        return session
+
+    def _on_signal(self, number: int) -> None:
+        self._coordinator.request_stop()
+
+    async def _claim_logdir(self, logdir: str) -> None:
+        """Make the directory, take its lock, begin the journal."""
+        given_up = threading.Event()
+        self._lock = lock = LogdirLock(
+            logdir, run_id=None if self._store is None else self._store.run_id, emit=self._emit
+        )
+
+        def acquire() -> None:
+            lock.acquire(cancelled=given_up.is_set)
+            if given_up.is_set():  # whoever waited is gone
+                lock.release()
+
+        try:
+            await self._executor.side(acquire, label=f"lock {logdir}")
+        finally:
+            given_up.set()
+        if self._store is not None:
+            self._store.lock = lock
+        if self._settings.journal:
+            journal = Journal(logdir, self._hub.subscribe(), emit=self._emit)
+            self._journal = asyncio.get_running_loop().create_task(journal.run(), name=f"{self._settings.name}-journal")
+
+    def _write_graph(self) -> None:
+        """Graph and meta graph, once per opening of the event file; serialised off the loop."""
+        if not self._settings.is_chief:
+            return
+        graph, saver = self._settings.elements.graph, self._settings.elements.saver
+        if self._writer is not None:
+            self._writer.add_graph(graph)
+            self._writer.add_meta_graph(lambda: export_meta_graph(graph, saver))
+        if self._settings.logdir is not None:
+            assert self._host is not None
+            self._host.spawn("graph.pbtxt", self._write_graph_file, self._settings.logdir, critical=False)
+
+    async def _write_graph_file(self, logdir: str) -> None:
+        graph = self._settings.elements.graph
+
+        def write() -> None:
+            tf.io.write_graph(user_graph_def(graph, add_shapes=True), logdir, "graph.pbtxt")
+
+        await self._executor.side(write, label="write graph.pbtxt")
+
+    # ------------------------------------------------------------------ services
+
+    def start_standard_services(self, host: Host[AsyncSession], session: AsyncSession) -> list[Service] | None:
+        """See `Supervisor.start_standard_services`."""
+        settings, elements = self._settings, self._settings.elements
+        if settings.logdir is None:
+            self._emit("services.no_logdir", "standard services need a logdir; none started", level="warning")
+            return None
+        services: list[Service] = []
+        shared: dict[str, Any] = {
+            "coordinator": self._coordinator,
+            "clock": settings.clock,
+            "emit": self._emit,
+        }
+        if self._writer is not None:
+            if elements.global_step is not None:
+                self._writer.add_session_log("START", self._start_step)
+            if elements.summary_op is not None and (settings.save_summaries_secs or settings.save_summaries_steps):
+                self._summaries = SummaryService(
+                    session,
+                    self._writer,
+                    elements.summary_op,
+                    global_step=elements.global_step,
+                    save_summaries_secs=settings.save_summaries_secs,
+                    save_summaries_steps=settings.save_summaries_steps,
+                    **shared,
+                )
+                services.append(host.spawn(self._summaries.name, self._summaries.run))
+            if elements.global_step is not None and settings.save_summaries_secs:
+                self._step_counter = StepCounter(
+                    session,
+                    self._writer,
+                    global_step=elements.global_step,
+                    every_secs=settings.save_summaries_secs,
+                    **shared,
+                )
+                services.append(host.spawn(self._step_counter.name, self._step_counter.run))
+        if settings.saves_by_itself and self._store is not None:
+            self._checkpoints = CheckpointService(
+                session,
+                self._store,
+                save_model_secs=settings.save_model_secs,
+                save_model_steps=settings.save_model_steps,
+                on_saved=self._saved,
+                **shared,
+            )
+            services.append(host.spawn(self._checkpoints.name, self._checkpoints.run))
+        return services
+
+    def start_queue_runners(
+        self, host: Host[AsyncSession], session: AsyncSession, queue_runners: Iterable[Any] | None
+    ) -> list[Service]:
+        """See `Supervisor.start_queue_runners`."""
+        feeders = make_feeders(session, queue_runners, coordinator=self._coordinator, emit=self._emit)
+        return [host.spawn(feeder.name, feeder.run) for feeder in feeders]
+
+    def _saved(self, info: CheckpointInfo) -> None:
+        if self._writer is not None and info.step is not None:
+            self._writer.add_session_log("CHECKPOINT", info.step, checkpoint_path=info.prefix)
+
+    async def save(self) -> CheckpointInfo:
+        """See `Supervisor.save`."""
+        if self._store is None:
+            raise RuntimeError(
+                f"{self._settings.name} cannot save: that needs a chief with a logdir and a saver "
+                f"(is_chief={self._settings.is_chief}, logdir={self._settings.logdir!r}, "
+                f"saver={self._settings.elements.saver!r})"
+            )
+        if self._checkpoints is None:  # no interval, no service: saving is by hand only
+            self._checkpoints = CheckpointService(
+                self.session,
+                self._store,
+                coordinator=self._coordinator,
+                clock=self._settings.clock,
+                emit=self._emit,
+                on_saved=self._saved,
+            )
+        return await self._checkpoints.save()
+
+    async def summary_computed(self, session: AsyncSession, summary: Any, global_step: int | None) -> None:
+        """See `Supervisor.summary_computed`."""
+        assert self._writer is not None
+        if global_step is None and self._settings.elements.global_step is not None:
+            global_step = await self._read_step()
+        self._writer.add_summary(summary, global_step)
+
+    async def run_sync(self, function: Callable[[], Any]) -> Any:
+        """Run a loop's plain function on a thread of its own."""
+        return await self._executor.side(function, label=getattr(function, "__qualname__", "loop"))
+
+    @property
+    def session(self) -> AsyncSession:
+        """The session.
+
+        Raises:
+            SessionClosed: There is none yet, or none any more.
+        """
+        if self._session is None:
+            raise SessionClosed(self._settings.name)
+        return self._session
+
+    async def _read_step(self) -> int | None:
+        step = self._settings.elements.global_step
+        if step is None or self._session is None:
+            return None
+        return step_value(await self._session.control(lambda raw: raw.run(step)))
+
+    # ------------------------------------------------------------------ the end
+
+    async def settle(self) -> None:
+        """The final save, where there is anything to save that is not saved yet."""
+        if self._checkpoints is not None and self._settings.saves_by_itself and self._settings.save_on_exit:
+            await self._checkpoints.final_save(self._outcome(), self._host.grace_left if self._host else None)
+
+    def _outcome(self) -> Outcome:
+        error = self._coordinator.error
+        if error is not None:
+            failed = self.session.failed_training_run
+            return Outcome.STEP_ERROR if error is failed else Outcome.ERROR
+        if self._host is not None and self._host.interrupted:
+            return Outcome.CANCELLED
+        return Outcome.STOPPED
+
+    async def release(self) -> None:
+        """Give everything back, in order, whatever fails; bounded by the host."""
+        steps: list[Callable[[], Any]] = []
+        if self._session is not None:
+            steps.append(self._end_session)
+        if self._owns_executor:
+            steps.append(lambda: self._executor.aclose(KILL_GRACE_SECS))
+        if self._close_writer:
+            steps.append(self.close_writer)
+        steps.append(self._end_journal)
+        if self._lock is not None:
+            steps.append(self._give_back_lock)
+        for step in steps:
+            try:
+                await step()
+            except Exception as error:
+                self._emit("session.release_failed", f"while closing: {error!r}", level="error", error=repr(error))
+        # Not at once: a signal that was held back may end the process, and the host has its last steps to do.
+        asyncio.get_running_loop().call_soon(signals.unsubscribe, self._on_signal)
+
+    async def _end_session(self) -> None:
+        assert self._session is not None
+        if not await self._session.close_raw(KILL_GRACE_SECS):
+            self._emit(
+                "session.close_blocked", "the session's close is blocked by a run that never ends", level="error"
+            )
+
+    async def _end_journal(self) -> None:
+        self._emit("session.ended", "session closed")
+        self._hub.close()
+        if self._journal is not None:
+            await asyncio.wait([self._journal], timeout=KILL_GRACE_SECS)
+
+    async def _give_back_lock(self) -> None:
+        if self._lock is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._lock.release)
+
+    async def close_writer(self) -> None:
+        """Write the STOP record and close the event file."""
+        if self._writer is not None and not self._writer.closed:
+            self._writer.add_session_log("STOP")
+            await self._writer.aclose(KILL_GRACE_SECS)
+
+    async def _close_session(self) -> None:
+        """What `AsyncSession.close` does for a session of a supervisor: end everything, then raise the first error."""
+        host = self._host
+        if host is None:
+            return
+        host.close()
+        cancellations = await host.join()
+        if cancellations:
+            raise cancellations[-1]
+        if not self._coordinator.joined:
+            self._coordinator.mark_joined()
+            self._coordinator.raise_requested_exception()
+
+    def close_now(self) -> None:
+        """End what can be ended without waiting; see `Host.abandon`."""
+        if self._owns_executor:
+            self._executor.shutdown()
+        if self._writer is not None:
+            self._writer.close_soon()
+        self._hub.close()
+        if self._lock is not None:
+            self._lock.release()
+        signals.unsubscribe(self._on_signal)
+
+    def stragglers(self) -> list[tuple[str, str]]:
+        """Threads that are still busy, and where."""
+        if not self._owns_executor:
+            return []
+        found = [(f"thread {name}", "") for name in self._executor.device.side.busy()]
+        busy = self._executor.busy()
+        if busy is not None:
+            found.append((f"thread {self._executor.name} (in {busy.label})", busy.stack()))
+        return found
+
+    # ------------------------------------------------------------------ how it stands
+
+    def status(self, host: Host[AsyncSession]) -> Status:
+        """See `Supervisor.status`."""
+        settings = self._settings
+        error = self._coordinator.error
+        session = self._session
+        return Status(
+            name=settings.name,
+            state=host.state,
+            is_chief=settings.is_chief,
+            logdir=settings.logdir,
+            uptime_secs=settings.clock.monotonic() - self._started_at,
+            global_step=None if self._step_counter is None else self._step_counter.last_step,
+            start_step=self._start_step,
+            steps_per_sec=None if self._step_counter is None else self._step_counter.steps_per_sec,
+            scalars={} if self._writer is None else self._writer.scalars,
+            services=tuple(service.status() for service in host.services),
+            last_checkpoint=None if self._store is None else self._store.last_prefix,
+            summary_failures=0 if self._summaries is None else self._summaries.failures,
+            session=None if session is None else session.statistics(),
+            error=None if error is None else repr(error),
+        )

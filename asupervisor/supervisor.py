@@ -1,0 +1,685 @@
+"""The Supervisor: one graph, one session at a time, and everything that stands around it.
+
+::
+
+    managed_session() ─ Block (the caller's task) ─ Host (two tasks of its own) ─ SupervisedRun (one session's parts)
+
+This module is the public face: arguments, properties, methods. What happens in one session, from the lock on the
+logdir to the STOP record, is `services/run.py`; how a block is entered and left is `runtime/block.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from asupervisor.checkpoint.records import CheckpointInfo, NonFinitePolicy
+from asupervisor.checkpoint.store import CheckpointStore
+from asupervisor.clock import Clock, SystemClock
+from asupervisor.errors import SessionActive, WrongEventLoop
+from asupervisor.events import Event, EventHub, Status
+from asupervisor.runtime.block import Block
+from asupervisor.runtime.coordinator import Coordinator, StopOnException
+from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.runtime.host import Host
+from asupervisor.runtime.looper import LooperTask, check_arguments
+from asupervisor.runtime.service import Service
+from asupervisor.services.run import RunSettings, SupervisedRun
+from asupervisor.session import elements
+from asupervisor.session.manager import SessionManager
+from asupervisor.session.session import AsyncSession
+from asupervisor.summary.adapter import adapt
+from asupervisor.summary.base import SummaryWriter
+from asupervisor.summary.writer import EventFileWriter
+
+tf1 = tf.compat.v1
+_numbers = itertools.count(1)
+
+
+class Supervisor:
+    """Initialises, restores, saves, summarises and watches over the training of one graph, inside an event loop.
+
+    ::
+
+        sv = Supervisor(graph=graph, logdir="runs/digits")
+        async with sv.managed_session() as sess:
+            while not sv.should_stop():
+                await sess.run(train_op, feed_dict=next_batch())
+
+    The constructor only adds ops and finalises the graph; directories, files and threads belong to the session. One
+    session at a time; used again after it ended, also on another event loop, the supervisor starts afresh.
+
+    Deliberate differences from the original, beyond what async needs: the model is saved when a session ends; a
+    summary rides on a training step instead of running one of its own; a slow timer skips ticks instead of catching
+    up in a burst; an error after a clean stop is raised, not dropped; only one chief writes into a logdir.
+
+    Source: `tf.compat.v1.train.Supervisor`.
+
+    Args:
+        graph: The graph. None for the caller's default graph. It may be finalised where an earlier supervisor has
+            already completed it.
+        ready_op: 1-D string tensor of what is not initialised, or an op that raises FailedPreconditionError. None
+            for no check. Defaults to `report_uninitialized_variables()`.
+        ready_for_local_init_op: The same, asked before `local_init_op` runs. Defaults to what the graph's collection
+            holds, if anything.
+        is_chief: Whether this supervisor initialises, restores, saves and summarises; others wait for their chief.
+        init_op: Initialises the model when it cannot be restored. None for none.
+        init_feed_dict: Fed to `init_op`.
+        local_init_op: Run for each session: by default local variables and tables. None for none.
+        logdir: Where checkpoints and events go; created when a session starts. None for neither.
+        summary_op: Scalar string tensor of summaries. Defaults to all of the graph's. None for none.
+        saver: A `tf.compat.v1.train.Saver` or an object like it. None: nothing is saved, restored or checked.
+        global_step: Integer tensor or variable with one element that counts steps. None for none.
+        save_summaries_secs: Seconds between summaries; 0 or None for none.
+        save_model_secs: Seconds between checkpoints; 0 or None for none.
+        recovery_wait_secs: Longest wait between two looks at a model that is not ready, in seconds.
+        stop_grace_secs: What services and the body have to end by themselves after a stop, in seconds.
+        checkpoint_basename: First part of the names of checkpoints.
+        session_manager: Prepares the sessions; its own settings then hold instead of this supervisor's.
+        summary_writer: A `tf.compat.v1.summary.FileWriter` or the like; None for no event file. By default the
+            supervisor has its own.
+        init_fn: Called after `init_op` with the session: a plain function on the device thread with TensorFlow's
+            session and the graph entered, a coroutine function on the event loop with the `AsyncSession`.
+        local_init_run_options: `RunOptions` for `local_init_op`.
+        save_summaries_steps: Steps between summaries, beside or instead of seconds.
+        save_model_steps: Steps between checkpoints, beside or instead of seconds.
+        save_on_exit: Whether the model is saved when the session ends, cleanly or not.
+        fresh_start: Begin with an initialised model even where the logdir holds checkpoints.
+        nonfinite: What to do with a model whose trainable variables hold NaN or infinity at a save: ``"refuse"``
+            writes it aside and never restores it by itself, ``"mark"`` publishes it with a warning, ``"allow"`` does
+            not look.
+        clean_stop_exception_types: Exceptions that mean a clean end. None for TensorFlow's OutOfRangeError.
+        executor: The device thread to use, shared with other supervisors; it is not closed. By default each session
+            has its own.
+        clock: Where the time comes from.
+        retention: Which checkpoints to keep; defaults to the saver's `max_to_keep` and
+            `keep_checkpoint_every_n_hours`.
+        journal: Whether events are written to `journal.jsonl` in the logdir.
+        handle_signals: Whether SIGINT and SIGTERM request a stop while a session is active. The handlers that were
+            there before are called, too.
+        name: Name in events, threads and tasks.
+
+    Raises:
+        RuntimeError: No graph was given and TensorFlow executes eagerly; or the graph is finalised and incomplete.
+        TypeError: `graph` is not a graph.
+        ValueError: An op belongs to another graph or is an eager tensor; or, for a non-chief, a ref variable has no
+            device.
+    """
+
+    USE_DEFAULT: ClassVar[int] = elements.USE_DEFAULT
+
+    def __init__(
+        self,
+        graph: tf.Graph | None = None,
+        ready_op: Any = USE_DEFAULT,
+        ready_for_local_init_op: Any = USE_DEFAULT,
+        is_chief: bool = True,
+        init_op: Any = USE_DEFAULT,
+        init_feed_dict: Mapping[Any, Any] | None = None,
+        local_init_op: Any = USE_DEFAULT,
+        logdir: str | os.PathLike[str] | None = None,
+        summary_op: Any = USE_DEFAULT,
+        saver: Any = USE_DEFAULT,
+        global_step: Any = USE_DEFAULT,
+        save_summaries_secs: float | None = 120,
+        save_model_secs: float | None = 600,
+        recovery_wait_secs: float = 30,
+        stop_grace_secs: float = 120,
+        checkpoint_basename: str = "model.ckpt",
+        session_manager: SessionManager | Any | None = None,
+        summary_writer: Any = USE_DEFAULT,
+        init_fn: Callable[[Any], Any] | None = None,
+        local_init_run_options: Any = None,
+        *,
+        save_summaries_steps: int | None = None,
+        save_model_steps: int | None = None,
+        save_on_exit: bool = True,
+        fresh_start: bool = False,
+        nonfinite: NonFinitePolicy = "refuse",
+        clean_stop_exception_types: Iterable[type[BaseException]] | None = None,
+        executor: DeviceExecutor | None = None,
+        clock: Clock | None = None,
+        retention: Any = None,
+        journal: bool = True,
+        handle_signals: bool = False,
+        name: str | None = None,
+    ) -> None:
+        graph = elements.resolve_graph(graph)
+        if not is_chief:
+            elements.check_devices(graph)
+        if init_fn is not None:
+            check_arguments(init_fn, (None,), {})
+        chief_dir = (os.fspath(logdir) if logdir else None) if is_chief else None
+        self._elements = elements.find_or_add_elements(
+            graph,
+            ready_op=ready_op,
+            ready_for_local_init_op=ready_for_local_init_op,
+            init_op=init_op,
+            local_init_op=local_init_op,
+            saver=saver,
+            summary_op=summary_op,
+            global_step=global_step,
+        )
+        self.name = name or f"supervisor-{next(_numbers)}"
+        self._clock = clock or SystemClock()
+        self._hub = EventHub(self.name, self._clock)
+        self._coord = Coordinator(
+            clean_stop_exception_types,
+            consequence_types=(tf.errors.CancelledError,),
+            emit=self._hub.emit,
+        )
+        self._init_feed_dict = init_feed_dict
+        self._is_chief = is_chief
+        self._settings = RunSettings(
+            name=self.name,
+            elements=self._elements,
+            is_chief=is_chief,
+            logdir=chief_dir,
+            checkpoint_basename=checkpoint_basename,
+            init_feed_dict=init_feed_dict,
+            init_fn=init_fn,
+            save_summaries_secs=save_summaries_secs or None if is_chief else None,
+            save_summaries_steps=save_summaries_steps or None if is_chief else None,
+            save_model_secs=save_model_secs or None if is_chief else None,
+            save_model_steps=save_model_steps or None if is_chief else None,
+            save_on_exit=save_on_exit,
+            fresh_start=fresh_start,
+            nonfinite=nonfinite,
+            retention=retention,
+            journal=journal,
+            handle_signals=handle_signals,
+            stop_grace_secs=stop_grace_secs,
+            executor=executor,
+            clock=self._clock,
+        )
+        self._save_summaries_secs = save_summaries_secs if is_chief else None
+        self._save_model_secs = save_model_secs if is_chief else None
+        self._session_manager = session_manager or SessionManager(
+            local_init_op=self._elements.local_init_op,
+            ready_op=self._elements.ready_op,
+            ready_for_local_init_op=self._elements.ready_for_local_init_op,
+            graph=graph,
+            recovery_wait_secs=recovery_wait_secs,
+            local_init_run_options=local_init_run_options,
+        )
+        self._run: SupervisedRun | None = None
+        self._host: Host[AsyncSession] | None = None
+        self._store = self._make_store() if self._settings.saves else None
+        self._writer = self._make_writer(summary_writer) if is_chief else None
+        graph.finalize()
+
+    def _make_store(self) -> CheckpointStore:
+        settings = self._settings
+        assert settings.logdir is not None
+        return CheckpointStore(
+            settings.logdir,
+            settings.elements.graph,
+            settings.elements.saver,
+            basename=settings.checkpoint_basename,
+            global_step=settings.elements.global_step,
+            retention=settings.retention,
+            nonfinite=settings.nonfinite,
+            fresh_start=settings.fresh_start,
+            init_feed_dict=settings.init_feed_dict,
+            clock=self._clock,
+            emit=self._hub.emit,
+        )
+
+    def _make_writer(self, summary_writer: Any) -> SummaryWriter | None:
+        """The user's writer, adapted; our own where there is a logdir; or none."""
+        if summary_writer is None:
+            return None
+        if summary_writer is not elements.USE_DEFAULT:
+            return adapt(summary_writer, emit=self._hub.emit, clock=self._clock)
+        if self._settings.logdir is None:
+            return None
+        return EventFileWriter(self._settings.logdir, emit=self._hub.emit, clock=self._clock)
+
+    # ------------------------------------------------------------------ properties
+
+    @property
+    def graph(self) -> tf.Graph:
+        """The graph."""
+        return self._elements.graph
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is a chief supervisor."""
+        return self._is_chief
+
+    @property
+    def session_manager(self) -> Any:
+        """The SessionManager that prepares the sessions."""
+        return self._session_manager
+
+    @property
+    def coord(self) -> Coordinator:
+        """The Coordinator."""
+        return self._coord
+
+    @property
+    def init_op(self) -> Any:
+        """The op that initialises the model, or None."""
+        return self._elements.init_op
+
+    @property
+    def init_feed_dict(self) -> Mapping[Any, Any] | None:
+        """What is fed to `init_op`, or None."""
+        return self._init_feed_dict
+
+    @property
+    def ready_op(self) -> Any:
+        """The op that tells whether the model is ready, or None."""
+        return self._elements.ready_op
+
+    @property
+    def ready_for_local_init_op(self) -> Any:
+        """The op that tells whether the model is ready for `local_init_op`, or None."""
+        return self._elements.ready_for_local_init_op
+
+    @property
+    def local_init_op(self) -> Any:
+        """The op that initialises what is local to this process, or None."""
+        return self._elements.local_init_op
+
+    @property
+    def summary_writer(self) -> Any:
+        """The writer of the event file, or None."""
+        return self._writer
+
+    @property
+    def summary_op(self) -> Any:
+        """The summary op, or None."""
+        return self._elements.summary_op
+
+    @property
+    def save_summaries_secs(self) -> float | None:
+        """Seconds between summaries; None for a non-chief."""
+        return self._save_summaries_secs
+
+    @property
+    def global_step(self) -> Any:
+        """The global step tensor, or None."""
+        return self._elements.global_step
+
+    @property
+    def saver(self) -> Any:
+        """The saver, or None."""
+        return self._elements.saver
+
+    @property
+    def save_model_secs(self) -> float | None:
+        """Seconds between checkpoints; None for a non-chief."""
+        return self._save_model_secs
+
+    @property
+    def save_path(self) -> str | None:
+        """First part of the paths of checkpoints; None without a logdir and for a non-chief."""
+        settings = self._settings
+        return None if settings.logdir is None else os.path.join(settings.logdir, settings.checkpoint_basename)  # noqa: PTH118
+
+    # ------------------------------------------------------------------ sessions
+
+    def managed_session(
+        self,
+        master: str = "",
+        config: Any = None,
+        start_standard_services: bool = True,
+        close_summary_writer: bool = True,
+        *,
+        cancel_body: bool | None = None,
+    ) -> Block[AsyncSession]:
+        """An async context manager whose value is the session: initialised, or restored from the newest good save.
+
+        Leaving it stops and joins the services, saves the model, writes the STOP record, closes the session, and
+        raises what went wrong first, as the same object: an error of the body or of a service. Exceptions that mean
+        a clean end do not leave it. Enter and exit may run in different tasks of the same event loop.
+
+        Cancellation: cancelling the entering task aborts the start. Cancelling the body ends the services at once;
+        the model is still saved, within `stop_grace_secs`; a second cancellation skips that.
+
+        Args:
+            master: ``''`` for a session in this process, ``'local'`` for a server started in this process,
+                ``grpc://host:port`` or a server's target.
+            config: `ConfigProto` for the session.
+            start_standard_services: Whether to start the services and the queue feeders.
+            close_summary_writer: Whether the summary writer is closed, with a STOP record, at the end.
+            cancel_body: Whether a body that runs on past the grace is cancelled. None: where the body provably runs
+                in the task that entered.
+
+        Returns:
+            The context manager. Entering it raises what `prepare_or_wait_for_session` raises.
+
+        Source: `tf.compat.v1.train.Supervisor.managed_session`.
+        """
+
+        def make_host() -> Host[AsyncSession]:
+            return self._new_host(master, config, start_standard_services, close_summary_writer, False, 7200)
+
+        return Block(make_host, cancel_body=cancel_body)
+
+    async def prepare_or_wait_for_session(
+        self,
+        master: str = "",
+        config: Any = None,
+        wait_for_checkpoint: bool = False,
+        max_wait_secs: float = 7200,
+        start_standard_services: bool = True,
+    ) -> AsyncSession:
+        """A session whose model is ready, without a block: end it by `await sv.stop()` and `await sess.close()`.
+
+        A stop that was requested before is forgotten. Cancelling it aborts the start and gives everything back.
+
+        Args:
+            master: See `managed_session`.
+            config: `ConfigProto` for the session.
+            wait_for_checkpoint: Whether a chief waits for a checkpoint instead of initialising the model.
+            max_wait_secs: Longest wait for the model, in seconds.
+            start_standard_services: Whether to start the services and the queue feeders.
+
+        Raises:
+            SessionActive: The supervisor has a session already.
+            LogdirInUse: Another chief writes into the logdir.
+            LogdirNotWritable: It cannot be written.
+            CheckpointError: What is there cannot be restored.
+            SessionNotReady: The model was not ready in time.
+            StopRequested: A stop was requested meanwhile.
+            RuntimeError: The init ops did not make the model ready.
+
+        Source: `tf.compat.v1.train.Supervisor.prepare_or_wait_for_session`.
+        """
+        host = self._new_host(master, config, start_standard_services, False, wait_for_checkpoint, max_wait_secs)
+        return await host.start()
+
+    def _new_host(
+        self,
+        master: str,
+        config: Any,
+        start_standard_services: bool,
+        close_summary_writer: bool,
+        wait_for_checkpoint: bool,
+        max_wait_secs: float,
+    ) -> Host[AsyncSession]:
+        if self._host is not None and not self._host.finished and not self._host.loop.is_closed():
+            raise SessionActive(self.name)
+        run = SupervisedRun(
+            self._settings,
+            coordinator=self._coord,
+            hub=self._hub,
+            store=self._store,
+            writer=self._writer,
+            session_manager=self._session_manager,
+            close_summary_writer=close_summary_writer,
+        )
+
+        async def startup(host: Host[AsyncSession]) -> AsyncSession:
+            return await run.start(
+                host,
+                master=master,
+                config=config,
+                wait_for_checkpoint=wait_for_checkpoint,
+                max_wait_secs=max_wait_secs,
+                start_standard_services=start_standard_services,
+            )
+
+        self._run = run
+        self._host = host = Host(
+            self.name,
+            self._coord,
+            startup=startup,
+            settle=run.settle,
+            release=run.release,
+            close_now=run.close_now,
+            stragglers=run.stragglers,
+            stop_grace_secs=self._settings.stop_grace_secs,
+            emit=self._hub.emit,
+        )
+        return host
+
+    def _active(self, what: str) -> tuple[Host[AsyncSession], SupervisedRun]:
+        """The session's host and parts, where there is one on this loop.
+
+        Raises:
+            RuntimeError: There is no session.
+            WrongEventLoop: It belongs to another event loop.
+        """
+        host, run = self._host, self._run
+        if host is None or run is None or host.finished:
+            raise RuntimeError(f"{what} needs an active session of {self.name}: enter managed_session() first")
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is not host.loop:
+            raise WrongEventLoop(
+                f"{what} of {self.name} was called off the event loop of its session",
+                "Call it on that loop, or from a thread by loop.call_soon_threadsafe.",
+            )
+        return host, run
+
+    # ------------------------------------------------------------------ services
+
+    def start_standard_services(self, sess: AsyncSession) -> list[Service] | None:
+        """Start the summary, step counter and checkpoint services; `managed_session` does so by itself.
+
+        Args:
+            sess: The supervisor's session.
+
+        Returns:
+            The services, or None without a logdir, with a warning.
+
+        Raises:
+            RuntimeError: For a non-chief, or without an active session.
+
+        Source: `tf.compat.v1.train.Supervisor.start_standard_services`.
+        """
+        if not self._is_chief:
+            raise RuntimeError(
+                "Only chief supervisor can start standard services. Because only chief supervisors can write events."
+            )
+        host, run = self._active("start_standard_services()")
+        return run.start_standard_services(host, sess)
+
+    def start_queue_runners(self, sess: AsyncSession, queue_runners: Iterable[Any] | None = None) -> list[Service]:
+        """Start feeders for the graph's QueueRunners, or for those given; `managed_session` does so by itself.
+
+        Args:
+            sess: The supervisor's session.
+            queue_runners: `tf.compat.v1.train.QueueRunner`s; None for those that the graph has collected.
+
+        Returns:
+            One service for each enqueue op, and one that closes the queue at the stop.
+
+        Raises:
+            RuntimeError: Without an active session.
+            TypeError: `sess` is not a session.
+
+        Source: `tf.compat.v1.train.Supervisor.start_queue_runners`.
+        """
+        host, run = self._active("start_queue_runners()")
+        return run.start_queue_runners(host, sess, queue_runners)
+
+    def loop(
+        self,
+        timer_interval_secs: float | None,
+        target: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> LooperTask:
+        """Call a function at once and then every `timer_interval_secs`, until a stop is requested.
+
+        A coroutine function runs on the event loop, a plain one on a worker thread; an awaitable that it returns is
+        awaited. An exception stops the supervisor and leaves the block.
+
+        Args:
+            timer_interval_secs: Seconds between two calls; None calls back to back.
+            target: What to call.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The looper; it has been started.
+
+        Raises:
+            RuntimeError: Without an active session.
+            TypeError: `target` cannot be called with these arguments.
+
+        Source: `tf.compat.v1.train.Supervisor.loop`.
+        """
+        host, run = self._active("loop()")
+        looper = LooperTask(
+            self._coord, timer_interval_secs, target, args, kwargs, clock=self._clock, run_sync=run.run_sync
+        )
+        host.spawn(looper.name, looper.run)
+        return looper
+
+    def start_soon(self, async_fn: Callable[..., Awaitable[Any]], *args: Any, name: str | None = None) -> Service:
+        """Start a task that the session supervises: an exception stops everything, and the stop awaits its end.
+
+        After a stop it has `stop_grace_secs` to end by itself; then it is cancelled.
+
+        Args:
+            async_fn: Coroutine function.
+            *args: Its arguments.
+            name: Name of the service.
+
+        Returns:
+            The record of the task; awaiting it waits for its end.
+
+        Raises:
+            RuntimeError: Without an active session.
+            TypeError: `async_fn` cannot be called with these arguments.
+        """
+        host, _ = self._active("start_soon()")
+        check_arguments(async_fn, args, {})
+        return host.spawn(name or str(getattr(async_fn, "__name__", "task")), async_fn, *args)
+
+    def pause(self) -> None:
+        """Hold training runs and streams between two steps; everything else proceeds. A stop releases them."""
+        self._active("pause()")[1].session.pause()
+
+    def resume(self) -> None:
+        """End a `pause`."""
+        self._active("resume()")[1].session.resume()
+
+    async def save(self) -> CheckpointInfo:
+        """Save the model now, between two steps; training goes on while it is written.
+
+        Returns:
+            What was written.
+
+        Raises:
+            RuntimeError: Not a chief, no logdir, no saver, or no active session.
+            OSError: It could not be written.
+        """
+        return await self._active("save()")[1].save()
+
+    async def summary_computed(self, sess: AsyncSession, summary: Any, global_step: int | None = None) -> None:
+        """Write a summary that the caller has computed.
+
+        Args:
+            sess: The supervisor's session.
+            summary: A `Summary` proto, or one as bytes.
+            global_step: Step to record; None reads it from the session.
+
+        Raises:
+            TypeError: `summary` is neither.
+            RuntimeError: There is no summary writer: no logdir, none wanted, or a non-chief.
+
+        Source: `tf.compat.v1.train.Supervisor.summary_computed`.
+        """
+        if self._writer is None:
+            raise RuntimeError("Writing a summary requires a summary writer: pass logdir= or summary_writer=.")
+        await self._active("summary_computed()")[1].summary_computed(sess, summary, global_step)
+
+    # ------------------------------------------------------------------ the stop
+
+    async def stop(
+        self,
+        threads: Iterable[Any] | None = None,
+        close_summary_writer: bool = True,
+        ignore_live_threads: bool = False,
+    ) -> None:
+        """Stop the services, after the final save; the session lives on until it is closed.
+
+        Does not wait for the body of a block, nor for the service that calls it. Cancelling it leaves the stop under
+        way.
+
+        Args:
+            threads: Further threads and tasks to wait for, within the same grace.
+            close_summary_writer: Whether the summary writer is closed, with a STOP record.
+            ignore_live_threads: Report what outlives its grace instead of raising.
+
+        Raises:
+            BaseException: The first error that was reported.
+            StopGraceExceeded: Something outlived `stop_grace_secs`; a RuntimeError.
+
+        Source: `tf.compat.v1.train.Supervisor.stop`.
+        """
+        self._coord.request_stop()
+        host, run = self._host, self._run
+        if host is None or run is None or host.finished:
+            if run is not None and close_summary_writer:
+                await run.close_writer()
+            await self._coord.join(threads, self._settings.stop_grace_secs, ignore_live_threads)
+            return
+        self._active("stop()")
+        try:
+            await host.stop(ignore_live_threads)
+            if threads is not None:
+                await self._coord.join(threads, self._settings.stop_grace_secs, ignore_live_threads)
+        finally:
+            if close_summary_writer:
+                await run.close_writer()
+
+    def request_stop(self, ex: Any = None) -> None:
+        """Ask for a stop, with an error or without; any thread, signal handlers too.
+
+        See `Coordinator.request_stop`.
+        """
+        self._coord.request_stop(ex)
+
+    def should_stop(self) -> bool:
+        """Whether a stop was requested; any thread."""
+        return self._coord.should_stop()
+
+    def stop_on_exception(self) -> StopOnException:
+        """A context manager that reports an exception of its block; see `Coordinator.stop_on_exception`."""
+        return self._coord.stop_on_exception()
+
+    async def wait_for_stop(self) -> None:
+        """Wait until a stop is requested; cancellable."""
+        await self._coord.wait_for_stop()
+
+    # ------------------------------------------------------------------ how things stand
+
+    def status(self) -> Status:
+        """How the supervisor stands; any thread, never blocks."""
+        host, run = self._host, self._run
+        if host is None or run is None:
+            return Status(self.name, "idle", self._is_chief, self._settings.logdir)
+        return run.status(host)
+
+    def events(self) -> AsyncIterator[Event]:
+        """An iterator over the events from now on, which ends with the session; on the event loop.
+
+        A reader that does not keep up loses the oldest events and is told how many.
+        """
+        return self._hub.subscribe()
+
+    # The original's deprecated names.
+    PrepareSession = prepare_or_wait_for_session
+    StartQueueRunners = start_queue_runners
+    StartStandardServices = start_standard_services
+    Stop = stop
+    RequestStop = request_stop
+    Loop = loop
+    ShouldStop = should_stop
+    StopOnException = stop_on_exception
+    WaitForStop = wait_for_stop
+    SummaryComputed = summary_computed
