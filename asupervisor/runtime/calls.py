@@ -32,12 +32,11 @@ HELD: Final = object()
 Lane = deque[Any]
 
 
-class Call:
-    """Work for a worker thread, and its result.
+class Waiter:
+    """The least that a task can await: one wait of one task, ended by `deliver` on the task's loop.
 
     Args:
-        mailbox: Where the result goes.
-        emit: Told when the result had to be dropped because the waiter was cancelled.
+        loop: The loop, or None for a wait of another kind.
     """
 
     __slots__ = (
@@ -46,29 +45,85 @@ class Call:
         "_cancel_message",
         "_context",
         "_loop",
-        "cancelled_",
         "done",
-        "emit",
-        "lane",
-        "mailbox",
-        "ok",
-        "queued",
-        "started",
-        "value",
+        "was_cancelled",
     )
 
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.done = self.was_cancelled = False
+        self._loop = loop
+        self._callback: Callable[[Any], object] | None = None
+        self._asyncio_future_blocking = False
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self.done:
+            self._asyncio_future_blocking = True
+            yield self
+        return self.result()
+
+    def result(self) -> Any:
+        """The outcome; raises it if it is an error."""
+        if self.was_cancelled:
+            raise asyncio.CancelledError(*self._cancel_message)
+        return None
+
+    def add_done_callback(
+        self, callback: Callable[[Any], object], *, context: contextvars.Context | None = None
+    ) -> None:
+        """How asyncio's tasks wait for it."""
+        self._callback = callback
+        self._context = context
+
+    def cancel(self, msg: Any = None) -> bool:
+        """How asyncio's tasks cancel their wait."""
+        if self.done:
+            return False
+        self.done = self.was_cancelled = True
+        self._cancel_message = () if msg is None else (msg,)
+        loop = self._loop
+        assert loop is not None
+        # Not directly: we are inside of whatever cancels, possibly inside of the task itself.
+        loop.call_soon(self._wake)
+        return True
+
+    def deliver(self) -> None:
+        """It is over: wake the task, here and now."""
+        if not self.done:
+            self.done = True
+            self._wake()
+
+    def drop(self) -> None:
+        """The loop is closed: nobody waits any more."""
+
+    def _wake(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is None:
+            return
+        context = self._context
+        if context is None:
+            callback(self)
+        else:
+            context.run(callback, self)
+
+
+class Call(Waiter):
+    """Work for a worker thread, and its result.
+
+    Args:
+        mailbox: Where the result goes.
+        emit: Told when the result had to be dropped because the waiter was cancelled.
+    """
+
+    __slots__ = ("emit", "lane", "mailbox", "ok", "queued", "started", "value")
+
     def __init__(self, mailbox: Mailbox | Rendezvous, emit: EventSink) -> None:
+        super().__init__(mailbox.loop)
         self.mailbox = mailbox
         self.emit = emit
-        self.done = False
         self.ok = False
         self.value: Any = None
         self.lane: Lane | None = None
         self.queued = self.started = monotonic()
-        self.cancelled_ = False
-        self._loop = mailbox.loop
-        self._callback: Callable[[Call], object] | None = None
-        self._asyncio_future_blocking = False
 
     def invoke(self) -> Any:
         """Do the work; on the worker thread."""
@@ -106,32 +161,23 @@ class Call:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Keep an error as the outcome; any thread that owns the call.
-
-        Neither StopIteration nor asyncio's CancelledError may reach a coroutine as themselves: the one would end
-        it silently or hang its future, the other one would pass for a cancellation of the waiter.
-        """
-        if isinstance(error, StopIteration | asyncio.CancelledError):
-            boxed = RuntimeError(f"{self.describe()} raised {type(error).__name__}")
-            boxed.__cause__ = error
-            error = boxed
+        """Keep an error as the outcome; any thread that owns the call."""
         self.ok = False
-        self.value = error
+        self.value = boxed(error, self.describe)
+
+    def finish(self) -> None:
+        """Send the outcome to who waits; any thread that owns the call."""
+        mailbox = self.mailbox
+        mailbox.post(self)
+        mailbox.ring()
 
     # ----------------------------------------------------------------------------------- on the waiter's loop
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        if not self.done:
-            self._asyncio_future_blocking = True
-            yield self
-        return self.result()
-
     def result(self) -> Any:
         """The outcome; raises it if it is an error."""
-        if self.cancelled_:
-            raise asyncio.CancelledError(*self._cancel_message)
-        if self.ok:
+        if self.ok and not self.was_cancelled:
             return self.value
+        super().result()
         error, self.value = self.value, None  # no cycle: error, traceback, frame, call, error
         try:
             if error is None:
@@ -140,64 +186,46 @@ class Call:
         finally:
             del error, self
 
-    def add_done_callback(
-        self, callback: Callable[[Call], object], *, context: contextvars.Context | None = None
-    ) -> None:
-        """How asyncio's tasks wait for it."""
-        self._callback = callback
-        self._context = context
-
     def cancel(self, msg: Any = None) -> bool:
-        """How asyncio's tasks cancel their wait: withdrawn if it has not started, else its result is dropped."""
-        if self.done:
+        """Withdrawn if it has not started; in flight, its result will be dropped."""
+        if not super().cancel(msg):
             return False
-        self.done = self.cancelled_ = True
-        self._cancel_message = () if msg is None else (msg,)
         self.withdraw()
-        loop = self._loop
-        assert loop is not None
-        # Not directly: we are inside of whatever cancels, possibly inside of the task itself.
-        loop.call_soon(self._wake)
         return True
 
     def deliver(self) -> None:
         """It came back to its loop."""
         if self.done:
             self.drop()
-            return
-        self.done = True
-        self._wake()
-
-    def _wake(self) -> None:
-        callback, self._callback = self._callback, None
-        if callback is None:
-            return
-        context = self._context
-        if context is None:
-            callback(self)
         else:
-            context.run(callback, self)
+            self.done = True
+            self._wake()
 
     def drop(self) -> None:
         """Nobody waits any more: say how it ended, whatever thread this is."""
         value, self.value = self.value, None
-        if self.ok:
-            self.emit(
-                "run.dropped",
-                f"{self.describe()} was cancelled in flight; it has finished and its result is dropped",
-                level="warning",
-                call=self.describe(),
-                error=None,
-            )
-        else:
-            self.emit(
-                "run.dropped",
-                f"{self.describe()} was cancelled in flight; it has failed: {value!r}",
-                level="warning",
-                call=self.describe(),
-                error=repr(value),
-            )
+        how = "it has finished and its result is dropped" if self.ok else f"it has failed: {value!r}"
+        self.emit(
+            "run.dropped",
+            f"{self.describe()} was cancelled in flight; {how}",
+            level="warning",
+            call=self.describe(),
+            error=None if self.ok else repr(value),
+        )
         del value
+
+
+def boxed(error: BaseException, describe: Callable[[], str]) -> BaseException:
+    """An error that may be raised in a coroutine.
+
+    Neither StopIteration nor asyncio's CancelledError may reach one as themselves: the first would end it silently
+    or hang its future, the other would pass for a cancellation of the waiter. They become the cause of a RuntimeError.
+    """
+    if not isinstance(error, StopIteration | asyncio.CancelledError):
+        return error
+    box = RuntimeError(f"{describe()} raised {type(error).__name__}")
+    box.__cause__ = error
+    return box
 
 
 class FunctionCall(Call):

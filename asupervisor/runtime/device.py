@@ -125,7 +125,7 @@ class Device:
     def __init__(self, name: str, thread_init: Callable[[], None] | None, emit: EventSink) -> None:
         self.name = name
         self.emit = emit
-        self.closed = False
+        self.closed = self.forked = False
         self.control: deque[Call] = deque()
         self.interactive: deque[Call] = deque()
         self.kicked: deque[StepSource] = deque()
@@ -171,8 +171,7 @@ class Device:
             except IndexError:  # withdrawn
                 return
             if call.work():
-                call.mailbox.post(call)
-                call.mailbox.ring()
+                call.finish()
 
         try:
             self.side.submit(work, call.describe())
@@ -251,7 +250,7 @@ class Device:
 
     def forget(self) -> None:
         """In the child of a fork: there is no thread, and the descriptors are the parent's, too."""
-        self.closed = True
+        self.closed = self.forked = True
         self.thread = None
         self.ident = None
         self.current = None
@@ -360,8 +359,7 @@ def fail_all(lane: deque[Any], error: Callable[[], BaseException], chosen: Calla
     for call in lane.copy():
         if (chosen is None or chosen(call)) and call.withdraw():
             call.fail(error())
-            call.mailbox.post(call)
-            call.mailbox.ring()
+            call.finish()
 
 
 _devices: weakref.WeakSet[Device] = weakref.WeakSet()

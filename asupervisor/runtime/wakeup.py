@@ -22,11 +22,10 @@ class Doorbell:
     """Wakes one thread that waits; any number of threads ring. Rings are not counted: a wait may return early."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC) if _HAS_EVENTFD else -1
         self._gate = threading.Lock()
         self._gate.acquire()
-        self._closed = False
 
     def ring(self) -> None:
         """Let the waiting thread, or the next one to wait, go on; any thread."""
@@ -64,7 +63,7 @@ class LoopBell:
     def __init__(self, loop: asyncio.AbstractEventLoop, on_ring: Callable[[], None], *, attached: bool) -> None:
         self._loop = loop
         self._on_ring = on_ring
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._fd = -1
         if attached and _HAS_EVENTFD:
             fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -34,6 +34,7 @@ from asupervisor.runtime.wakeup import Ending
 from asupervisor.session.blocking import BlockingSession
 from asupervisor.session.plan import PlanCache, RunPlan
 from asupervisor.session.rider import Rider, TrainingRuns
+from asupervisor.session.stream import Steps, StepStream
 
 if TYPE_CHECKING:
     from asupervisor.runtime.coordinator import Coordinator
@@ -169,6 +170,7 @@ class AsyncSession:
         self._plans = PlanCache(raw, global_step=global_step)
         self._runs = TrainingRuns(raw, emit)
         self._held: deque[Any] = deque()
+        self._streams: set[Steps] = set()
         self._loop: Any = _running_loop() or _UNBOUND
         self._mailbox: Mailbox | None = None
         self._step_times, self._run_times = window(), window()
@@ -177,7 +179,7 @@ class AsyncSession:
         self._blocking = BlockingSession(self)
         self._starved_after_secs = starved_after_secs
         self._watch: asyncio.TimerHandle | None = None
-        self._starved_call: object = None
+        self._starved_since = 0.0
 
     # ------------------------------------------------------------------------------------------------- runs
 
@@ -262,8 +264,7 @@ class AsyncSession:
         if plan.side_lane and call.withdraw():
             call.aside = True
             if call.work():
-                call.mailbox.post(call)
-                call.mailbox.ring()
+                call.finish()
 
     def _perform(self, call: RunCall) -> Any:
         """Do a run, on the thread that it is meant for."""
@@ -300,7 +301,7 @@ class AsyncSession:
     def _run_blocking(
         self, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any, lane: Literal["device", "side"]
     ) -> Any:
-        if self.closed:
+        if self.closed or self._device.closed:
             raise SessionClosed(self.name)
         if lane not in ("device", "side"):
             raise ValueError(f"lane must be 'device' or 'side', not {lane!r}")
@@ -342,6 +343,48 @@ class AsyncSession:
             return self.run(fetches, dict(zip(keys, feeds, strict=True)) if keys else None, **options)
 
         return run
+
+    def steps(
+        self,
+        fetches: Any,
+        feeds: Any = None,
+        *,
+        max_steps: int | None = None,
+        ahead: int = 64,
+        stop_when: Callable[[Any], bool] | None = None,
+        copy_feeds: bool = True,
+    ) -> StepStream:
+        """Run one step after another, ahead of whoever takes the results: ``async for loss in sess.steps(...)``.
+
+        Between two steps, snapshots, saves and interactive runs have their turn. The stream ends at a step boundary
+        when a stop is requested, when the feed ends, at `tf.errors.OutOfRangeError`, after `max_steps`, and when
+        `stop_when` says so; the results of steps that ran are yielded all the same. An error of a step, of the feed or
+        of `stop_when` leaves the loop as itself, after the results before it.
+
+        Args:
+            fetches: As for `run`.
+            feeds: None; a feed dictionary, converted once; an iterable of them or a callable that returns the next one
+                (None: no more), both on a side thread while the step before runs; an async iterable or a coroutine
+                function, on the loop.
+            max_steps: Most steps to run; None for no limit.
+            ahead: How many results may wait to be taken before the steps wait, too. 0 is lock-step: a step is run and
+                its feed is taken only when its result is asked for.
+            stop_when: Called with each result on the device thread, right after the step; the stream ends with the
+                result for which it is true, and no further step is run.
+            copy_feeds: Whether each feed is copied when it is taken. Without, the producer must leave its arrays
+                alone until their step has run.
+
+        Raises:
+            WrongEventLoop: Called off the loop, or on another one.
+            SessionClosed: The session is closed.
+            TypeError: `feeds` is none of these.
+            ValueError: `max_steps` or `ahead` is negative.
+        """
+        self._bind("steps")
+        if ahead < 0 or (max_steps is not None and max_steps < 0):
+            raise ValueError(f"ahead and max_steps must not be negative: ahead={ahead}, max_steps={max_steps}")
+        assert self._mailbox is not None
+        return StepStream(Steps(self, self._mailbox, fetches, feeds, max_steps, ahead, stop_when, copy_feeds))
 
     # ------------------------------------------------------------------------------------------------ calls
 
@@ -414,7 +457,7 @@ class AsyncSession:
             run_time=Percentiles.of(self._run_times),
             paused=self._runs.paused,
             held=len(self._held),
-            streams=0,
+            streams=len(self._streams),
             device=self.executor.statistics(),
         )
 
@@ -422,12 +465,15 @@ class AsyncSession:
 
     def pause(self) -> None:
         """From the next step boundary on, training runs and streams wait; everything else goes on. Any thread."""
-        if self._coordinator is None or not self._coordinator.should_stop():
+        if not self._stopping():
             self._runs.paused = True
 
     def resume(self) -> None:
         """Undo `pause`; any thread. A requested stop does the same."""
         self._runs.paused = False
+        self._release()
+
+    def _release(self) -> None:
         while self._held:
             try:
                 call = self._held.popleft()
@@ -437,8 +483,19 @@ class AsyncSession:
                 self._device.submit(call, self._device.interactive)
             except SessionClosed as error:
                 call.fail(error)
-                call.mailbox.post(call)
-                call.mailbox.ring()
+                call.finish()
+        for stream in tuple(self._streams):
+            stream.kick()
+
+    def _stopping(self) -> bool:
+        coordinator = self._coordinator
+        return coordinator is not None and coordinator.should_stop()
+
+    def _on_stop(self) -> None:
+        """On the loop, soon after a stop was requested: what waits goes on, streams without a step in flight end."""
+        self.resume()
+        for stream in tuple(self._streams):
+            stream.end_between_steps("stop")
 
     def _hold(self, call: RunCall) -> bool:
         """On the device thread: put a training run aside. False: the pause is over already."""
@@ -486,6 +543,8 @@ class AsyncSession:
             Whether it is closed. If not, or if this is cancelled, a side thread goes on trying.
         """
         self._end_use()
+        if self._device.forked:  # TensorFlow's threads are the parent's: its close would wait for them for ever
+            return True
         if self._raw_closed is None:
             self._raw_closed = Ending()
             ending = self._raw_closed
@@ -528,12 +587,16 @@ class AsyncSession:
         def error() -> SessionClosed:
             return SessionClosed(self.name)
 
+        if self._coordinator is not None:
+            self._coordinator.remove_stop_callback(self._on_stop)
         fail_all(self._held, error)
         fail_all(
             self._device.interactive,
             error,
             lambda call: isinstance(call, RunCall) and call.session is self,
         )
+        for stream in tuple(self._streams):
+            stream.abort(error())
 
     # ------------------------------------------------------------------------------------------------ guards
 
@@ -553,6 +616,8 @@ class AsyncSession:
             self._loop = loop
         if self._mailbox is None:
             self._mailbox = self._device.attach(loop)
+            if self._coordinator is not None:
+                self._coordinator.add_stop_callback(self._on_stop)
 
     def _watch_later(self) -> None:
         self._watch = self._loop.call_later(self._starved_after_secs / 2, self._look_for_starved)
@@ -564,13 +629,15 @@ class AsyncSession:
         if current is None and not self._device.interactive:
             return
         self._watch_later()
-        if not isinstance(current, RunCall) or current.session is not self or current is self._starved_call:
+        if not isinstance(current, RunCall | Steps) or current.session is not self:
             return
-        plan = current.plan
-        waited_secs = monotonic() - current.started
+        plan, started = current.plan, current.started
+        waited_secs = monotonic() - started
         if plan is None or not plan.may_wait or waited_secs < self._starved_after_secs:
             return
-        self._starved_call = current
+        if self._starved_since == started:  # reported already
+            return
+        self._starved_since = started
         self._report_starved(plan, current.describe(), waited_secs)
 
     def _report_starved(self, plan: RunPlan, what: str, waited_secs: float) -> None:

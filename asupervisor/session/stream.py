@@ -1,0 +1,490 @@
+"""The step stream: `sess.steps(...)` keeps the device thread busy while the loop takes the results.
+
+`Steps` is the half that the device thread holds: it runs one step after another into `out`, at most `ahead` further
+than the consumer has come, and ends its turn at a step boundary when anybody else waits. `StepStream` is the user's
+half, an async iterator. `Steps` knows nothing of `StepStream`, so a stream that is broken out of and forgotten ends.
+
+Who writes what:
+
+* `out` is appended to by the stepping thread and emptied by the consumer.
+* `waiter` is set by the consumer when there is nothing to take, and taken away by who wakes it.
+* `parked` is set by the stepping thread before it gives up its turn for want of room. It then looks at `out` again;
+  the consumer takes from `out` and then looks at `parked`. So one of the two sees the other, and gives the kick.
+* `finished` is set once, under `_guard`, by the stepping thread or, while no turn is running, by anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+
+import tensorflow as tf
+
+from asupervisor.errors import WrongEventLoop
+from asupervisor.runtime.calls import Mailbox, Waiter, boxed
+from asupervisor.runtime.wakeup import Doorbell
+from asupervisor.session.supply import END, Failure, FixedFeed, Unconverted, make_feed
+
+if TYPE_CHECKING:
+    from asupervisor.session.plan import RunPlan
+    from asupervisor.session.session import AsyncSession
+
+EndedBy = Literal["max_steps", "feed", "out_of_range", "stop", "stop_when", "closed", "error"]
+
+DELIVER_SECS: Final = 0.0002
+"""A result that the consumer waits for is delivered at once if the last delivery is as old as this, in seconds."""
+
+YIELD_SECS: Final = 0.001
+"""A consumer that never has to wait gives the loop's other work a turn this often, in seconds."""
+
+
+class Steps:
+    """The stepping half of a stream; see the module's docstring. Methods run on the stepping thread if not said.
+
+    Args:
+        session: Whose steps they are.
+        mailbox: How the consumer is woken.
+        fetches: As for `run`.
+        source: The user's `feeds`.
+        max_steps: Most steps to run, or None.
+        ahead: How many untaken results there may be; 0 runs a step only when the consumer waits for it.
+        stop_when: Called with each result; the stream ends after the one for which it is true.
+        copy_feeds: Whether feeds are copied when they are taken.
+    """
+
+    def __init__(
+        self,
+        session: AsyncSession,
+        mailbox: Mailbox,
+        fetches: Any,
+        source: Any,
+        max_steps: int | None,
+        ahead: int,
+        stop_when: Callable[[Any], bool] | None,
+        copy_feeds: bool,
+    ) -> None:
+        self.session = session
+        self.mailbox = mailbox
+        self.fetches = fetches
+        self.out: deque[Any] = deque()
+        self.low = ahead // 2
+        self.waiter: Waiter | None = None
+        self.enders: list[Waiter] = []
+        self.parked = False
+        self.finished = False
+        self.ended_by: EndedBy | None = None
+        self.error: BaseException | None = None
+        self.steps_run = 0
+        self.queued = False
+        self.started = 0.0
+        self.plan: RunPlan | None = None
+        self._ahead = ahead
+        self._chunk = max(1, ahead // 2)
+        self._max_steps = sys.maxsize if max_steps is None else max_steps
+        self._stop_when = stop_when
+        self._copy_feeds = copy_feeds
+        self._device = session.executor.device
+        self._guard = threading.RLock()
+        self._in_turn = False
+        self._closing = False
+        self._rung_at = 0.0
+        self._aside: Doorbell | None = None
+        self.feed = make_feed(
+            source,
+            self._prepare,
+            self.kick,
+            session.executor,
+            mailbox,
+            lock_step=ahead == 0,
+            copy=copy_feeds,
+        )
+
+    # -------------------------------------------------------------------------------------------- any thread
+
+    def start(self) -> None:
+        """Begin; on the loop."""
+        session = self.session
+        session._streams.add(self)
+        self._device.sources.add(self)
+        if self._max_steps == 0 or session._stopping():
+            self.finish("max_steps" if self._max_steps == 0 else "stop")
+            return
+        try:
+            self.feed.start()
+        except BaseException as error:
+            self.finish("error", error)
+
+    def kick(self) -> None:
+        """See to it that a turn comes; spurious ones are harmless."""
+        if self._aside is not None:
+            self._aside.ring()
+        else:
+            self._device.kick(self)
+
+    def close(self) -> None:
+        """End at the next step boundary; at once if no step runs. An error of that step is reported, not raised."""
+        self._closing = True
+        self.end_between_steps("closed")
+
+    def end_between_steps(self, why: EndedBy) -> None:
+        """End at once if no step runs; if one does, the stepping thread will see for itself."""
+        with self._guard:
+            running = self._in_turn
+        if not running:
+            self.finish(why)
+
+    def abandon(self) -> None:
+        """Nobody will ask for its results any more. Takes no lock: the garbage collector calls it, anywhere."""
+        self._closing = True
+        self.kick()
+
+    def abort(self, error: BaseException) -> None:
+        """See `StepSource.abort`: end at once for the consumer, whatever the step does."""
+        if self.session._stopping():
+            self.finish("stop")
+        else:
+            self.finish("closed", error)
+
+    def finish(self, why: EndedBy, error: BaseException | None = None) -> None:
+        """It has ended; only the first end counts, but no error is lost."""
+        with self._guard:
+            late = self.finished or (self._closing and why == "error")
+            first = not self.finished
+            if first:
+                self.ended_by = why
+                self.error = None if late else error
+                self.finished = True
+            enders, self.enders = self.enders, []
+        if first:
+            self.feed.close()
+            self.session._streams.discard(self)
+            self._device.sources.discard(self)
+            self._wake_consumer()
+            if self._aside is not None:
+                self._aside.ring()
+        for ender in enders:
+            self.mailbox.post(ender)
+            self.mailbox.ring()
+        if late and why == "error":
+            self.report_dropped(error)
+
+    def report_dropped(self, error: BaseException | None) -> None:
+        """An error that nobody will be raised to."""
+        self.session._emit(
+            "stream.error_dropped",
+            f"{self.describe()} was closed, and its last step has failed: {error!r}",
+            level="warning",
+            error=repr(error),
+            steps_run=self.steps_run,
+        )
+
+    def when_finished(self, waiter: Waiter) -> bool:
+        """Deliver `waiter` when it has ended; False when it has already."""
+        with self._guard:
+            if not self.finished:
+                self.enders.append(waiter)
+            return not self.finished
+
+    def describe(self) -> str:
+        """See `StepSource.describe`."""
+        from asupervisor.session.session import describe_fetches
+
+        return f"stream of {describe_fetches(self.fetches)}"
+
+    def _prepare(self, feed_dict: Any) -> tuple[RunPlan, Any]:
+        """Plan and converted feeds; on a thread without a loop."""
+        session = self.session
+        plan = session._plans.plan(self.fetches, feed_dict)
+        if self.plan is None:
+            self.plan = plan
+            if plan.side_lane:
+                self._go_aside()
+        args = plan.convert(feed_dict, self._copy_feeds)
+        return plan, args
+
+    def _go_aside(self) -> None:
+        """All that the steps do is to enqueue or close: they must not keep the device thread from dequeuing.
+
+        Comes before the first kick, so that no turn has been given yet.
+        """
+        bell = self._aside = Doorbell()
+
+        def drive() -> None:
+            try:
+                while not self.finished:
+                    self.started = monotonic()
+                    if not self.turn() and not self.finished:
+                        bell.wait()
+            finally:
+                bell.close()
+
+        self._device.side.submit(drive, self.describe())
+
+    # --------------------------------------------------------------------------------- on the stepping thread
+
+    def turn(self) -> bool:
+        """See `StepSource.turn`."""
+        with self._guard:
+            if self.finished:
+                return False
+            self._in_turn = True
+        try:
+            more = self._turn()
+        except BaseException as error:
+            self._failed(error)
+            more = False
+        finally:
+            with self._guard:
+                self._in_turn = False
+        if self._closing:
+            self.finish("closed")
+            more = False
+        if self.waiter is not None and self.out:
+            self._wake_consumer()
+        return more
+
+    def _turn(self) -> bool:
+        session, out, feed = self.session, self.out, self.feed
+        runs, times = session._runs, session._step_times
+        fixed = isinstance(feed, FixedFeed)
+        items, stop_when = feed.items, self._stop_when
+        must_yield = self._device.others_wait if self._aside is None else _never
+        stopping = session._stopping
+        now = self.started
+        feed.hungry = False
+        while True:
+            if self._closing or self.finished:
+                return False
+            if self.steps_run >= self._max_steps:
+                self.finish("max_steps")
+                return False
+            if stopping():
+                self.finish("stop")
+                return False
+            if runs.paused and self._aside is None and self._park(lambda: runs.paused):
+                return False
+            if len(out) >= self._ahead and self._no_room() and self._park(self._no_room):
+                return False
+            if not items:
+                # In lock-step the producer makes a feed only for a hungry stream: tell it, then look once more.
+                feed.hungry = True
+                feed.used()
+                if not items:
+                    return False
+                feed.hungry = False
+            item = items[0] if fixed else items.popleft()
+            if item.__class__ is not tuple:
+                if item is END:
+                    self.finish("feed")
+                    return False
+                if item.__class__ is Failure:
+                    self._feed_failed(item.error)
+                    return False
+                assert isinstance(item, Unconverted)
+                plan = session._plans.plan(self.fetches, item.feed_dict)
+                item = (plan, plan.convert(item.feed_dict))
+            if not fixed:
+                feed.used()
+            plan, args = item
+            result = runs.run(plan, args) if plan.is_training else plan.execute(args)
+            begun, now = now, monotonic()
+            self.started = now
+            self.steps_run += 1
+            session._run_count += 1
+            times.append(now - begun)
+            out.append(result)
+            if stop_when is not None and stop_when(result):
+                self.finish("stop_when")
+                return False
+            if self.waiter is not None and (len(out) >= self._chunk or now - self._rung_at > DELIVER_SECS):
+                self._rung_at = now
+                self._wake_consumer()
+            if must_yield():
+                return True
+
+    def _no_room(self) -> bool:
+        return len(self.out) >= self._ahead and (self.waiter is None or bool(self.out))
+
+    def _park(self, reason: Callable[[], bool]) -> bool:
+        """Give the turn up until there is a kick. False: the reason has gone in this very moment."""
+        self.parked = True
+        if reason():
+            return True
+        self.parked = False
+        return False
+
+    def _wake_consumer(self) -> None:
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None:
+            self.mailbox.post(waiter)
+            self.mailbox.ring()
+
+    def _failed(self, error: BaseException) -> None:
+        if isinstance(error, tf.errors.OutOfRangeError):
+            op = getattr(getattr(error, "op", None), "name", None)
+            self.session._emit(
+                "stream.end_of_input",
+                f"{self.describe()} has come to the end of its input after {self.steps_run} steps, told by {op}",
+                op=op,
+                steps_run=self.steps_run,
+            )
+            self.finish("out_of_range")
+        elif isinstance(error, tf.errors.CancelledError) and self.session._stopping():
+            self.finish("stop")  # an echo of the stop: a queue or the session was closed under the step
+        else:
+            self.finish("error", boxed(error, self.describe))
+
+    def _feed_failed(self, error: BaseException) -> None:
+        self.finish("error", error)
+
+
+def _never() -> bool:
+    return False
+
+
+class StepStream(AsyncIterator[Any]):
+    """The results of consecutive steps, in order, one for each step that ran; made by `AsyncSession.steps`.
+
+    It starts when the first result is asked for. Breaking out of the loop and dropping the stream ends it at a step
+    boundary; so does `aclose`, which also waits for that, and `async with`. Afterwards `steps_run` says how many steps
+    were run: up to `ahead` more than results were taken.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._started = False
+        self._taken = 0
+        self._resumed = 0.0
+
+    @property
+    def steps_run(self) -> int:
+        """Steps that have run; final when the stream has ended."""
+        return self._steps.steps_run
+
+    @property
+    def results_taken(self) -> int:
+        """Results that the consumer has got."""
+        return self._taken
+
+    @property
+    def feeds_taken(self) -> int:
+        """Feeds that were pulled from an iterable or a callable: a few more than steps, unless `ahead` is 0."""
+        return self._steps.feed.taken
+
+    @property
+    def ended_by(self) -> EndedBy | None:
+        """Why no more steps are run, or None while there are."""
+        return self._steps.ended_by
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """The result of the next step.
+
+        Cancelled, nothing is lost: the result is there for the next call.
+
+        Raises:
+            StopAsyncIteration: The stream has ended; `ended_by` says why.
+            SessionClosed: The session was closed under it.
+            BaseException: The error of a step, of the feed or of `stop_when`, as itself.
+        """
+        steps = self._steps
+        out = steps.out
+        if not out:
+            await self._wait()
+        elif monotonic() - self._resumed > YIELD_SECS:
+            # There is always something to take: without this, nothing else would ever run on the loop.
+            await asyncio.sleep(0)
+            self._resumed = monotonic()
+        result = out.popleft()
+        self._taken += 1
+        if steps.parked and len(out) <= steps.low:
+            steps.parked = False
+            steps.kick()
+        return result
+
+    async def _wait(self) -> None:
+        steps = self._steps
+        out = steps.out
+        if not self._started:
+            self._start()
+        if steps.waiter is not None:
+            raise RuntimeError("two tasks wait for the next result of one stream")
+        while not out:
+            if steps.finished:
+                if out:  # it came between the two looks
+                    break
+                self._raise_end()
+            waiter = steps.waiter = Waiter(steps.mailbox.loop)
+            if out or steps.finished:
+                steps.waiter = None
+                continue
+            if steps.parked:
+                steps.parked = False
+                steps.kick()
+            try:
+                await waiter
+            finally:
+                if steps.waiter is waiter:  # cancelled: in lock-step, a step that has not begun is not wanted
+                    steps.waiter = None
+        self._resumed = monotonic()
+
+    def _start(self) -> None:
+        steps = self._steps
+        if asyncio.get_running_loop() is not steps.mailbox.loop:
+            raise WrongEventLoop(
+                f"{steps.describe()} belongs to another event loop than the one that runs here",
+                "Make a stream on the loop that uses it.",
+            )
+        self._started = True
+        steps.start()
+
+    def _raise_end(self) -> None:
+        error, self._steps.error = self._steps.error, None
+        if error is None:
+            raise StopAsyncIteration
+        try:
+            raise error
+        finally:
+            del error, self
+
+    async def aclose(self) -> None:
+        """End the stream at a step boundary and wait for that; idempotent.
+
+        Results that were not taken are dropped. Cancelled, it ends all the same.
+        """
+        steps = self._steps
+        self._started = True
+        steps.close()
+        ended = Waiter(steps.mailbox.loop)
+        if steps.when_finished(ended):
+            await ended
+        await steps.feed.wait_closed()
+        steps.out.clear()
+        error, steps.error = steps.error, None
+        if error is not None and steps.ended_by == "error":
+            steps.report_dropped(error)
+        del error
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        steps = getattr(self, "_steps", None)
+        if steps is not None and self._started and not steps.finished:
+            steps.abandon()
