@@ -163,6 +163,7 @@ class CheckpointStore:
         self._meta: tuple[int, bytes] | None = None
         self._mutex = threading.Lock()
         self._claimed = False
+        self._made = False
         self._warned_fallback = False
 
     def _name_checked(self, latest_filename: str | None) -> None:
@@ -417,6 +418,10 @@ class CheckpointStore:
         return self._meta[1]
 
     def _prepare_directory(self) -> None:
+        # Where somebody removed the directory, or its place came back empty, saving goes on; but only the first time
+        # what is above it is made, too.
+        self.directory.mkdir(parents=not self._made, exist_ok=True)
+        self._made = True
         if self.lock is not None:
             self.lock.ensure()
         if self._claimed:

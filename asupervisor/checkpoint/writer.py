@@ -93,8 +93,6 @@ class Writer:
     @contextlib.contextmanager
     def temporary(self) -> Iterator[Path]:
         """A temporary directory for one checkpoint; whatever is left in it at the end of the block is removed."""
-        # Where somebody removed the directory, or its place came back empty, saving goes on.
-        self.directory.mkdir(exist_ok=True)
         if self._interrupted:
             # An earlier commit failed between its record and its end (the directory became read-only, say): it is
             # older than what comes now, so it goes first.

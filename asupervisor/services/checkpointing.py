@@ -374,6 +374,9 @@ class CheckpointService:
         """Have the device thread look at the step when it may be time."""
         if self._save_model_steps is None or self._ended or self._saved is None:
             return
+        if self._failures:
+            # It is due already, and would fail again after each step: `run` tries it, with pauses.
+            return
         saved = self._saved
         base = saved.step if saved.step is not None else saved.training_runs or 0
         self._set_alarm(base + self._save_model_steps, base, saved.training_runs or 0)
@@ -422,6 +425,9 @@ class CheckpointService:
     async def _publish_taken(self, snapshot: Snapshot) -> CheckpointInfo:
         try:
             return await self._in_flight(snapshot)
+        except Exception:
+            self._kick.set()  # `run` takes over: it knows which errors are hopeless, and when to try again
+            raise
         finally:
             self._arm()
 
