@@ -279,6 +279,11 @@ def raise_as_session_run(raw: tf.compat.v1.Session, error: tf.errors.OpError) ->
     raise error
 
 
+def was_released(error: tf.errors.OpError) -> bool:
+    """Whether a compiled callable was run after its release."""
+    return isinstance(error, tf.errors.InvalidArgumentError) and "handle was released" in str(error)
+
+
 def function_def(graph: tf.Graph, name: str) -> Any:
     """The FunctionDef of a function of the graph's library, or None."""
     get = getattr(graph, "_get_function", None)

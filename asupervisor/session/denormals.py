@@ -14,6 +14,7 @@ import platform
 import struct
 import sys
 from collections.abc import Callable
+from typing import Any
 
 #: Offset, format and bits of the control word in the C library's fenv_t.
 _LAYOUTS = {
@@ -24,12 +25,14 @@ _LAYOUTS = {
 }
 
 
-def _switches() -> tuple[Callable[[], object], Callable[[], object]] | None:
+def _find() -> tuple[Callable[[Any], object], Any, Any] | None:
+    """The C library's fesetenv, and arguments for it: an environment that flushes, and the usual one."""
     layout = _LAYOUTS.get((platform.system(), platform.machine()))
     if layout is None:
         return None
     offset, code, bits = layout
     try:
+        # PyDLL keeps the interpreter's lock: giving it up here could cost a switch interval.
         library = ctypes.PyDLL(ctypes.util.find_library("m") or "libm.so.6")
         get, put = library.fegetenv, library.fesetenv
     except (OSError, AttributeError):
@@ -41,35 +44,18 @@ def _switches() -> tuple[Callable[[], object], Callable[[], object]] | None:
     (word,) = struct.unpack_from(code, changed, offset)
     struct.pack_into(code, changed, offset, word | bits)
     flushing = ctypes.create_string_buffer(bytes(changed), 64)
-    set_flushing = _bind(put, flushing)
-    set_usual = _bind(put, usual)
     smallest, half = sys.float_info.min, 0.5
-    set_flushing()
+    put(flushing)
     flushed = smallest * half == 0.0
-    set_usual()
+    put(usual)
     # Believe only what was seen to work, both ways.
-    return (set_flushing, set_usual) if flushed and smallest * half != 0.0 else None
+    return (put, flushing, usual) if flushed and smallest * half != 0.0 else None
 
 
-def _bind(put: Callable[..., int], environment: ctypes.Array[ctypes.c_char]) -> Callable[[], object]:
-    reference = ctypes.byref(environment)
-    return lambda: put(reference)
-
-
-_found = _switches()
+_found = _find()
 #: Whether the mode can be set on this machine.
 SUPPORTED = _found is not None
 
-
-def _nothing() -> None:
-    return None
-
-
-#: Sets the mode for the calling thread, and sets it back to the usual one; nothing where it is not supported.
-flush: Callable[[], object] = _found[0] if _found is not None else _nothing
-unflush: Callable[[], object] = _found[1] if _found is not None else _nothing
-
-
-def thread_init() -> None:
-    """Sets the mode for the rest of the calling thread's life: for threads that do nothing but run TensorFlow."""
-    flush()
+#: ``set_mode(FLUSHING)`` makes denormals zero in the calling thread, ``set_mode(USUAL)`` ends that. Where it is not
+#: supported they do nothing.
+set_mode, FLUSHING, USUAL = _found if _found is not None else (bool, None, None)

@@ -76,6 +76,8 @@ class Engine:
         "compiles",
         "fast",
         "feeds",
+        "flushing",
+        "left",
         "session",
         "way",
     )
@@ -104,8 +106,11 @@ class Engine:
         self._times: tuple[list[int], list[int]] = ([], [])
         self._inline_median = 0
         self.session: Any = None
-        #: The handle of a callable that needs nothing around its call, or None: then `other` knows what to do.
+        #: The handle of the callable that was settled on, or None: then `values` knows what to do.
         self.fast: int | None = None
+        #: Whether denormals must be flushed around its call, and how many such calls remain until one is timed.
+        self.flushing = False
+        self.left = 0
         self.way = Way.NEW if compiled else Way.SESSION_RUN
 
     def drop(self) -> None:
@@ -114,6 +119,10 @@ class Engine:
             self.way = Way.DROPPED
             self.fast = None
             self._pool_compiled = self._inline_compiled = None
+
+    def was_released(self, error: tf.errors.OpError) -> bool:
+        """Whether a run failed for no other reason than that `drop` came first; nothing was run then."""
+        return self.way is Way.DROPPED and _tf.was_released(error)
 
     def session_run(self, feed_dict: Any) -> list[Any]:
         """All elements by `Session.run`, operations as None among them."""
@@ -134,7 +143,7 @@ class Engine:
             self._compile()
         way, pool, inline = self.way, self._pool_compiled, self._inline_compiled
         if way is Way.INLINE and inline is not None:
-            return self._run_inline(inline, args)
+            return self._check(inline, args)
         if way is Way.TRIAL and pool is not None and inline is not None:
             return self._try(pool, inline, args)
         if way is Way.WARM_UP and pool is not None:
@@ -182,36 +191,36 @@ class Engine:
 
     def _settle(self, way: Way) -> None:
         self.way = way
-        if way is Way.POOL and self._pool_compiled is not None:
-            self.fast = self._pool_compiled.handle
-        elif way is Way.INLINE and self._inline_compiled is not None and not self._flushes:
-            self.fast = self._inline_compiled.handle
+        self.flushing = way is Way.INLINE and bool(self._flushes)
+        self.left = CHECK_EVERY
+        settled = self._inline_compiled if way is Way.INLINE else self._pool_compiled
+        self.fast = settled.handle if settled is not None else None
 
     # ---------------------------------------------------------------------------------------------- trial
 
-    def _run_inline(self, compiled: _tf.Compiled, args: tuple[Any, ...]) -> list[Any]:
-        count = self._count = self._count + 1
-        if count % CHECK_EVERY or self._inline:
-            return self._flushed(compiled, args)
+    def _check(self, inline: _tf.Compiled, args: tuple[Any, ...]) -> list[Any]:
+        """A run in the caller's thread, timed: what is fed may have grown since the trial."""
+        self.left = CHECK_EVERY
         began = time.perf_counter_ns()
-        values = self._flushed(compiled, args)
-        # What is fed may have grown since the trial.
-        if time.perf_counter_ns() - began > CHECK_FACTOR * self._inline_median and self._trials < MOST_TRIALS:
+        values = self._flushed(inline, args)
+        took = time.perf_counter_ns() - began
+        if self._inline is None and took > CHECK_FACTOR * self._inline_median and self._trials < MOST_TRIALS:
             with self._lock:
                 if self.way is Way.INLINE and self._pool_compiled is not None:
                     self._count = 0
                     self._times = ([], [])
+                    self.fast = None
                     self.way = Way.WARM_UP
         return values
 
     def _flushed(self, compiled: _tf.Compiled, args: tuple[Any, ...]) -> list[Any]:
         if not self._flushes:
             return _run(compiled, args)
-        denormals.flush()
+        denormals.set_mode(denormals.FLUSHING)
         try:
             return _run(compiled, args)
         finally:
-            denormals.unflush()
+            denormals.set_mode(denormals.USUAL)
 
     def _warm_up(self, pool: _tf.Compiled, args: tuple[Any, ...]) -> list[Any]:
         began = time.perf_counter_ns()

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from asupervisor import _tf
-from asupervisor.session import results
+from asupervisor.session import denormals, results
 from asupervisor.session.engine import Engine
 from asupervisor.session.feeds import Args, RawFeed
 
@@ -42,19 +42,41 @@ class Run:
         if run is None or not engine.compiles:
             return lambda args: build_all(engine.session_run(engine.feed_dict(args)))
         build = results.from_compiled(structure, raw)
-        is_closed = _tf.is_closed
-        op_error = tf.errors.OpError
+        is_closed, op_error = _tf.is_closed, tf.errors.OpError
+        set_mode, flushing, usual = denormals.set_mode, denormals.FLUSHING, denormals.USUAL
 
+        # After a run of TensorFlow the interpreter starts with cold caches: each line here costs more than it seems.
         def execute(args: Args) -> Any:
+            handle = engine.fast
+            if handle is None or args.__class__ is not tuple or is_closed(raw):
+                return slowly(args)
+            try:
+                if engine.flushing:
+                    engine.left = left = engine.left - 1
+                    if left < 0:
+                        return slowly(args)
+                    set_mode(flushing)
+                    try:
+                        values = run(engine.session, handle, args, None)
+                    finally:
+                        set_mode(usual)
+                else:
+                    values = run(engine.session, handle, args, None)
+            except op_error as error:
+                if engine.was_released(error):
+                    return slowly(args)
+                _tf.raise_as_session_run(raw, error)
+            return build(values)
+
+        def slowly(args: Args) -> Any:
             if is_closed(raw):
                 raw.run([])  # raises what it raises for a closed session
-            handle = engine.fast
             try:
-                if handle is not None and args.__class__ is tuple:
-                    return build(run(engine.session, handle, args, None))
                 values = engine.values(args)
             except op_error as error:
-                _tf.raise_as_session_run(raw, error)
+                if not engine.was_released(error):
+                    _tf.raise_as_session_run(raw, error)
+                values = None
             if values is not None:
                 return build(values)
             return build_all(engine.session_run(engine.feed_dict(args)))
