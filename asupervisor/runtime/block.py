@@ -18,11 +18,10 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
-import anyio
-
 from asupervisor.errors import StopGraceExceeded, WrongEventLoop
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import Host
+from asupervisor.runtime.joining import cancel_again
 from asupervisor.runtime.service import Service
 
 T = TypeVar("T")
@@ -66,15 +65,29 @@ class Block(Generic[T]):
             del exc, traceback  # a frame that raises refers to itself through its traceback
 
     async def enter(self, *, attached: bool = True, clear_stop: bool = True) -> T:
-        """Enter the block; see `Host.start` for what it raises."""
+        """Enter the block; see `Host.start` for what it raises.
+
+        Raises:
+            WrongEventLoop: No asyncio event loop runs here.
+            RuntimeError: The block is in use.
+        """
+        if self._host is not None:
+            raise RuntimeError(f"the block of {self._host.name} has been entered already: make another one")
+        task = _current_task()
         self._host = host = self._make_host()
-        self._task = asyncio.current_task()
-        assert self._task is not None
-        self._cancelling = self._task.cancelling()
+        self._task = task
+        self._cancelling = task.cancelling()
         self._attached = attached
         self._cancel_sent = False
         host.on_body_overdue = self._on_body_overdue
-        return await host.start(clear_stop)
+        host.body_task = self._task if attached else None
+        try:
+            return await host.start(clear_stop)
+        except BaseException:
+            self._host = self._task = None
+            raise
+        finally:
+            del host
 
     def _on_body_overdue(self) -> None:
         """The grace is over and the body still runs; a loop callback, never a step of the body itself."""
@@ -117,19 +130,31 @@ class Block(Generic[T]):
         stopped_before = host.coordinator.should_stop()
         if exc is not None and not ours:
             if isinstance(exc, Exception):
-                host.coordinator.report(exc, "the body")
+                host.coordinator.record(exc, "the body")
             else:
                 host.hurry()
         first_error = host.coordinator.error
         host.body_ended()
         cancellations = await host.join()
+        host.coordinator.mark_joined()
+        leaving = exc
+        if self._cancel_sent and cancellations and isinstance(exc, CancelledError) and not ours:
+            # Ours and somebody else's came as one, with our message. A cancelled anyio scope has told us again while
+            # we waited: it knows its own by the message.
+            leaving = cancellations[-1]
         try:
-            return self._outcome(host, None if ours else exc, first_error, cancellations, stopped_before or ours)
+            dealt_with = self._outcome(
+                host, None if ours else leaving, first_error, cancellations, stopped_before or ours
+            )
+            if not dealt_with and leaving is not exc and leaving is not None:
+                raise leaving
+            return dealt_with
         finally:
             host.coordinator.forget_errors()
             host.coordinator.unbind()
             self._task = None
-            del exc, first_error, cancellations
+            # What leaves has a traceback that leads here: no cycle, and nothing that keeps the host alive.
+            del self, host, exc, leaving, first_error, cancellations
 
     def _take_back_cancel(self, exc: BaseException | None) -> bool:
         """Undo our own cancellation of the body; True when `exc` is just that, and nobody else's."""
@@ -148,6 +173,7 @@ class Block(Generic[T]):
     ) -> bool:
         coordinator = host.coordinator
         error = coordinator.error
+        coordinator.annotate()
         interrupted = exc is not None and not isinstance(exc, Exception)
         try:
             if host.late:
@@ -162,7 +188,7 @@ class Block(Generic[T]):
                 if error is not None and error is first_error and error is not exc and cancelled:
                     # It came first, so it wins, as in the task groups of asyncio and anyio. The cancellation
                     # must not be lost for that.
-                    _cancel_again(asyncio.current_task())
+                    cancel_again(asyncio.current_task())
                     coordinator.raise_requested_exception()
                 if error is not None and error is not exc:
                     host.emit(
@@ -171,22 +197,20 @@ class Block(Generic[T]):
                         level="error",
                         error=repr(error),
                     )
-                if exc is not None:
-                    if cancellations and not interrupted:
-                        _cancel_again(asyncio.current_task())
-                    return False
-                raise cancellations[-1]
+                if exc is None or (cancellations and exc is not error and not interrupted):
+                    raise cancellations[-1]  # a clean end does not outrank it
+                if cancellations and not interrupted:
+                    cancel_again(asyncio.current_task())
+                return False
             if error is not None:
-                if error is exc:
-                    return False
-                if exc is not None and exc is not coordinator.clean_reason and not _is_echo(coordinator, exc):
-                    _attach(error, exc)
+                if error is exc or (isinstance(exc, StopIteration) and error.__cause__ is exc):
+                    return False  # a StopIteration was boxed for the others; from here it can leave as it is
                 coordinator.raise_requested_exception()
             if host.late and stopped_before:
                 raise StopGraceExceeded(host.late, host.stop_grace_secs, host.late_stack)
             return True
         finally:
-            del exc, error, first_error, cancellations
+            del self, host, exc, error, first_error, cancellations
 
 
 class CoordinatorBlock(Block[Coordinator]):
@@ -199,7 +223,13 @@ class CoordinatorBlock(Block[Coordinator]):
             return coordinator
 
         def make_host() -> Host[Coordinator]:
-            self._running = host = Host("Coordinator", coordinator, startup=startup, stop_grace_secs=stop_grace_secs)
+            self._running = host = Host(
+                "Coordinator",
+                coordinator,
+                startup=startup,
+                stop_grace_secs=stop_grace_secs,
+                emit=coordinator.emit,
+            )
             return host
 
         super().__init__(make_host)
@@ -215,50 +245,34 @@ class CoordinatorBlock(Block[Coordinator]):
         self._running = None
         if exc is None and host is not None:
             try:
-                while not host.coordinator.should_stop() and (
-                    waiting := [service for service in host.services if not service.done()]
-                ):
-                    ends = [asyncio.ensure_future(_wait_for(service)) for service in waiting]
-                    stop = asyncio.ensure_future(host.coordinator.wait_for_stop())
-                    try:
-                        await asyncio.wait({*ends, stop}, return_when=asyncio.FIRST_COMPLETED)
-                    finally:
-                        for waiter in (*ends, stop):
-                            waiter.cancel()
+                stopped = host.coordinator.stop_waiter()
+                try:
+                    while not stopped.done() and (ends := [s.ended for s in host.services if not s.done()]):
+                        await asyncio.wait({*ends, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    host.coordinator.discard_waiter(stopped)
             except CancelledError as error:
-                await super().exit(error)
-                raise
+                if not await super().exit(error):
+                    raise
+                return True
         return await super().exit(exc)
 
 
-async def _wait_for(service: Service) -> None:
-    await service
+def _current_task() -> asyncio.Task[Any]:
+    """The task that enters.
 
-
-def _is_echo(coordinator: Coordinator, exc: BaseException) -> bool:
-    return isinstance(exc, coordinator.consequence_types)
-
-
-def _attach(error: BaseException, exc: BaseException) -> None:
-    note = f"asupervisor: the body failed, too: {exc!r}"
-    if note not in getattr(error, "__notes__", ()) and error is not exc:
-        error.add_note(note)
-
-
-def _cancel_again(task: asyncio.Task[Any] | None) -> None:
-    """Have a cancellation that we took delivered again at the next await.
-
-    Not before CPython 3.13, where it can leave a stray CancelledError behind after `asyncio.timeout`; and not
-    inside a cancelled anyio scope, which delivers again by itself.
+    Raises:
+        WrongEventLoop: There is none.
     """
-    if (
-        sys.version_info >= (3, 13)
-        and task is not None
-        and task.cancelling()
-        and anyio.current_effective_deadline() != -float("inf")
-    ):
-        task.uncancel()
-        task.cancel()
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    if task is None:
+        raise WrongEventLoop(
+            "a session was entered where no asyncio event loop runs", "asyncio only: trio and curio are not supported."
+        )
+    return task
 
 
 def _body_runs_here() -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import sys
 import threading
 import time
@@ -77,7 +78,7 @@ class Coordinator:
     ) -> None:
         self._clean_types = None if clean_stop_exception_types is None else tuple(clean_stop_exception_types)
         self.consequence_types = tuple(consequence_types)
-        self._emit = emit
+        self.emit = emit
         self._stop = False
         self._joined = False
         self._inbox: collections.deque[Report] = collections.deque()
@@ -115,12 +116,24 @@ class Coordinator:
             self._set_stop()
             return
         report = Report(_exception_of(ex), where, self._stop)
-        if self._joined:
-            self._stop = True
-            if not isinstance(report.error, self.clean_stop_exception_types):
-                raise report.error
-            return
-        self._inbox.append(report)
+        if not self._joined:
+            self._inbox.append(report)
+            self._set_stop()
+            if not self.joined:
+                return
+            # A join ended between the look and the append. Whoever takes the report out of the inbox has it: the
+            # join's last drain, or we.
+            try:
+                self._inbox.remove(report)
+            except ValueError:
+                return
+        self._stop = True
+        if not isinstance(report.error, self.clean_stop_exception_types):
+            raise report.error
+
+    def record(self, error: BaseException, where: str) -> None:
+        """`report` for whoever runs what is joined: never raises it, whether or not somebody has joined in between."""
+        self._inbox.append(Report(_exception_of(error), where, self._stop))
         self._set_stop()
 
     def _set_stop(self) -> None:
@@ -182,9 +195,13 @@ class Coordinator:
         for waiter in tuple(self._waiters):
             if not waiter.done():
                 waiter.set_result(None)
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        while self._callbacks:
+            # One by one: an interrupt (Ctrl-C raises in whatever runs) must not lose those that were not called yet.
+            callback = self._callbacks.pop(0)
+            try:
+                callback()
+            except Exception as error:
+                self.emit("stop.callback_failed", f"a stop callback failed: {error!r}", level="error")
 
     def _sort(self, report: Report) -> None:
         error = report.error
@@ -193,9 +210,9 @@ class Coordinator:
         if isinstance(error, self.clean_stop_exception_types):
             if self._clean is None:
                 self._clean = report
-            self._emit("stop.clean", f"clean end, told by {report.where}: {_first_line(error)}", where=report.where)
+            self.emit("stop.clean", f"clean end, told by {report.where}: {_first_line(error)}", where=report.where)
         elif report.after_stop and isinstance(error, self.consequence_types):
-            self._emit(
+            self.emit(
                 "stop.echo",
                 f"{report.where} ended with the stop: {_first_line(error)}",
                 level="debug",
@@ -203,7 +220,7 @@ class Coordinator:
             )
         elif self._primary is None:
             self._primary = report
-            self._emit(
+            self.emit(
                 "stop.error",
                 f"{report.where} failed, everything stops: {error!r}",
                 level="error",
@@ -212,7 +229,7 @@ class Coordinator:
             )
         else:
             self._secondary.append(report)
-            self._emit(
+            self.emit(
                 "stop.further_error",
                 f"{report.where} failed, too (not raised): {error!r}",
                 level="warning",
@@ -243,21 +260,30 @@ class Coordinator:
 
         Later errors are attached to it as notes.
         """
-        self.drain()
+        self.annotate()
         report = self._primary
         if report is None:
             return
         error = report.error
-        for other in self._secondary:
-            note = f"asupervisor: {other.where} failed, too: {other.error!r}"
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
         try:
             raise error.with_traceback(report.traceback)
         finally:
             # Raising it here, maybe while another exception is handled, must not rewrite its history.
-            error.__context__ = report.context
+            with contextlib.suppress(Exception):
+                error.__context__ = report.context
             del report, error
+
+    def annotate(self) -> None:
+        """Attach the later errors to the first one, as notes."""
+        self.drain()
+        if self._primary is None:
+            return
+        error = self._primary.error
+        for other in self._secondary:
+            note = f"asupervisor: {other.where} failed, too: {other.error!r}"
+            if note not in getattr(error, "__notes__", ()):
+                with contextlib.suppress(Exception):  # an exception that is frozen
+                    error.add_note(note)
 
     def forget_errors(self) -> None:
         """Drop what was reported, so that the tracebacks keep nothing alive; the stop itself stays."""
@@ -294,6 +320,8 @@ class Coordinator:
 
     def unbind(self) -> None:
         """Forget the loop; later stop requests only set the flag."""
+        if self._stop:
+            self.drain()  # nobody who waits is left behind
         self._loop = None
         self._waiters = set()
         self._callbacks = []
@@ -319,20 +347,29 @@ class Coordinator:
         Returns:
             Whether a stop was requested; False after a time-out.
         """
-        loop = self.bind()
-        if self._stop or (timeout is not None and timeout <= 0):
-            await anyio.lowlevel.checkpoint()
-            return self._stop
-        waiter = loop.create_future()
-        self._waiters.add(waiter)
+        waiter = self.stop_waiter()
         try:
-            # Registered before the flag is read again: a request in between has rung for `drain`, which sees it.
-            if not self._stop:
+            if waiter.done() or (timeout is not None and timeout <= 0):
+                await anyio.lowlevel.checkpoint()
+            else:
                 with anyio.move_on_after(timeout):
                     await waiter
         finally:
-            self._waiters.discard(waiter)
+            self.discard_waiter(waiter)
         return self._stop
+
+    def stop_waiter(self) -> asyncio.Future[None]:
+        """A future of the running loop that is done once a stop is requested; for `discard_waiter` in the end."""
+        waiter = self.bind().create_future()
+        self._waiters.add(waiter)
+        # Registered before the flag is read: a request in between has rung for `drain`, which sees the waiter.
+        if self._stop:
+            waiter.set_result(None)
+        return waiter
+
+    def discard_waiter(self, waiter: asyncio.Future[None]) -> None:
+        """Forget a future of `stop_waiter`."""
+        self._waiters.discard(waiter)
 
     # ------------------------------------------------------------------ joining
 
@@ -361,18 +398,20 @@ class Coordinator:
             BaseException: The first error that was reported.
             StopGraceExceeded: Without an error, when something outlived the grace. It is a RuntimeError.
         """
-        self.bind()
         workers = list(dict.fromkeys([*self._registered, *(threads or ())]))
-        late = await outlast(workers, self.wait_for_stop, max(0.0, stop_grace_period_secs))
+        stopped = self.stop_waiter()
+        try:
+            late = await outlast(workers, stopped, max(0.0, stop_grace_period_secs))
+        finally:
+            self.discard_waiter(stopped)
         self._registered = []
-        self.drain()
         self._joined = True
         self.raise_requested_exception()
         if not late:
             return
         if not ignore_live_threads:
             raise StopGraceExceeded(late, stop_grace_period_secs)
-        self._emit(
+        self.emit(
             "stop.left_running",
             f"still running after {stop_grace_period_secs:g} s of grace: {' '.join(late)}",
             services=late,
@@ -398,7 +437,7 @@ class Coordinator:
 
         self._group = CoordinatorBlock(self)
         try:
-            await self._group.enter()
+            await self._group.__aenter__()  # which sees by its awaiter's name that it must ask further up
         except BaseException:
             self._group = None
             raise

@@ -169,8 +169,10 @@ class Host(Generic[T]):
             self.coordinator.unbind()
             raise
         finally:
-            error = None  # a frame that raises refers to itself through its traceback
+            # A frame that raises is referred to by the traceback: no cycle, and nothing that keeps the host alive.
+            error = None
             cancellations = []
+            del self
 
     def _stuck_startup(self) -> BaseException:
         return self.coordinator.error or StopGraceExceeded([f"start of {self.name}"], self.kill_grace_secs)
@@ -290,7 +292,7 @@ class Host(Generic[T]):
                 await async_fn(*args)
         except CancelledError as error:
             if self._services_cancelled or (self._main_task is not None and self._main_task.cancelling()):
-                raise  # by us, or by a loop that cancels all its tasks at its end
+                return  # by us, or by a loop that cancels all its tasks at its end; this task ends here anyway
             outside = RuntimeError(f"service {service.name!r} was cancelled from outside")
             outside.__cause__ = error
             self._failed(service, outside)
@@ -311,6 +313,8 @@ class Host(Generic[T]):
             # The record stays in the status; the task and what it referred to need not.
             service.scope = anyio.CancelScope()
             _set(service.ended)
+            # The traceback of its error leads to this frame: no cycle, and nothing that keeps the host alive.
+            del self, service, async_fn, args, on_stop
 
     def _failed(self, service: Service, error: BaseException) -> None:
         clean = isinstance(error, self.coordinator.clean_stop_exception_types)
@@ -548,12 +552,15 @@ class Host(Generic[T]):
         self.coordinator.drain()
         self._on_stop()
         _set(self._settle_wanted)
-        await asyncio.wait([self._settled])
-        self.coordinator.mark_joined()
-        self.coordinator.raise_requested_exception()
-        late = [service.name for service in self._running_services()]
-        if late and not ignore_live_threads:
-            raise StopGraceExceeded(sorted(late), self.stop_grace_secs)
+        try:
+            await asyncio.wait([self._settled])
+            self.coordinator.mark_joined()
+            self.coordinator.raise_requested_exception()
+            late = sorted(service.name for service in self._running_services())
+            if late and not ignore_live_threads:
+                raise StopGraceExceeded(late, self.stop_grace_secs)
+        finally:
+            del self
 
     async def join(self) -> list[CancelledError]:
         """Wait for the end of everything; bounded, since each step is.
@@ -577,7 +584,11 @@ class Host(Generic[T]):
                 cancellations.append(error)
                 self.hurry()
         self._let_go()
-        return cancellations
+        try:
+            return cancellations
+        finally:
+            # The tracebacks of the cancellations lead here.
+            del cancellations, self
 
     def _services_of(self, task: asyncio.Task[Any] | None) -> set[Service]:
         return {service for service in self.services if task is not None and service.running_in is task}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
+
+import anyio
 
 
 class Joinable(Protocol):
@@ -14,8 +16,41 @@ class Joinable(Protocol):
     name: str
 
     @property
-    def task(self) -> asyncio.Task[Any]:
-        """The task that it runs in."""
+    def ended(self) -> asyncio.Future[None]:
+        """Done when it has ended."""
+
+    @property
+    def running_in(self) -> asyncio.Task[Any] | None:
+        """The task that it runs in, once it has started."""
+
+    def cancel(self) -> object:
+        """End it by cancellation; on the loop thread."""
+
+
+_LIVE_TASKS: set[asyncio.Task[Any]] = set()
+
+
+def keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+    """Refer to a task until it has ended, since asyncio itself refers to tasks only weakly."""
+    _LIVE_TASKS.add(task)
+    task.add_done_callback(_LIVE_TASKS.discard)
+    return task
+
+
+def cancel_again(task: asyncio.Task[Any] | None) -> None:
+    """Have a cancellation that we took delivered again at the next await.
+
+    Not before CPython 3.13, where it can leave a stray CancelledError behind after `asyncio.timeout`; and not
+    inside a cancelled anyio scope, which delivers again by itself.
+    """
+    if (
+        sys.version_info >= (3, 13)
+        and task is not None
+        and task.cancelling()
+        and anyio.current_effective_deadline() != -float("inf")
+    ):
+        task.uncancel()
+        task.cancel()
 
 
 Worker = threading.Thread | asyncio.Task[Any] | Joinable
@@ -25,56 +60,54 @@ def _name_of(worker: Worker) -> str:
     return worker.get_name() if isinstance(worker, asyncio.Task) else worker.name
 
 
-def _task_of(worker: Worker) -> asyncio.Task[Any] | None:
-    if isinstance(worker, threading.Thread):
-        return None
-    return worker if isinstance(worker, asyncio.Task) else worker.task
-
-
-async def outlast(workers: list[Worker], wait_for_stop: Callable[[], Awaitable[Any]], grace_secs: float) -> list[str]:
-    """Wait for all workers, without limit until `wait_for_stop` returns and for the grace from then on.
+async def outlast(workers: list[Worker], stopped: asyncio.Future[None], grace_secs: float) -> list[str]:
+    """Wait for all workers, without limit until `stopped` is done and for the grace from then on.
 
     Tasks that outlive the grace are cancelled.
 
     Args:
         workers: Threads, tasks and service records.
-        wait_for_stop: Returns when a stop is requested.
+        stopped: Done when a stop is requested.
         grace_secs: The grace, in seconds.
 
     Returns:
         The names of those that outlived it, sorted.
     """
     loop = asyncio.get_running_loop()
-    me = asyncio.current_task()
-    tasks = {worker: task for worker in workers if (task := _task_of(worker)) is not None and task is not me}
-    threads = [worker for worker in workers if isinstance(worker, threading.Thread) and worker.is_alive()]
+    me, here = asyncio.current_task(), threading.current_thread()
+    ends: dict[asyncio.Task[Any] | Joinable, asyncio.Future[Any]] = {}
+    threads: list[threading.Thread] = []
+    for worker in workers:  # but for who is waiting here
+        if isinstance(worker, threading.Thread):
+            if worker.is_alive() and worker is not here:
+                threads.append(worker)
+        elif isinstance(worker, asyncio.Task):
+            if worker is not me:
+                ends[worker] = worker
+        elif worker.running_in is not me or me is None:
+            ends[worker] = worker.ended
     threads_gone = loop.create_future()
     if threads:
         watch = _ThreadWatch(threads, loop, threads_gone)
         watch.start()
     else:
         threads_gone.set_result(None)
-    pending: set[asyncio.Future[Any]] = {task for task in tasks.values() if not task.done()}
+    pending: set[asyncio.Future[Any]] = {end for end in ends.values() if not end.done()}
     if threads:
         pending.add(threads_gone)
     try:
+        while pending and not stopped.done():
+            await asyncio.wait({*pending, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            pending = {waited for waited in pending if not waited.done()}
         if pending:
-            stop = asyncio.ensure_future(wait_for_stop())
-            try:
-                while pending and not stop.done():
-                    await asyncio.wait({*pending, stop}, return_when=asyncio.FIRST_COMPLETED)
-                    pending = {waited for waited in pending if not waited.done()}
-            finally:
-                stop.cancel()
-            if pending:
-                _, pending = await asyncio.wait(pending, timeout=grace_secs)
-        late = [_name_of(worker) for worker, task in tasks.items() if not task.done()]
+            _, pending = await asyncio.wait(pending, timeout=grace_secs)
+        stragglers = [worker for worker, end in ends.items() if not end.done()]
+        late = [_name_of(worker) for worker in stragglers]
         late += [thread.name for thread in threads if thread.is_alive()]
-        stragglers = [task for task in tasks.values() if not task.done()]
-        for task in stragglers:
-            task.cancel()
+        for worker in stragglers:
+            worker.cancel()  # the record's own way where it has one: a service's end is then no error
         if stragglers:
-            await asyncio.wait(stragglers, timeout=min(1.0, max(grace_secs, 0.1)))
+            await asyncio.wait([ends[worker] for worker in stragglers], timeout=min(1.0, max(grace_secs, 0.1)))
         return sorted(late)
     finally:
         if threads:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import anyio
 
 from asupervisor.clock import Clock, SystemClock, next_boundary
 from asupervisor.runtime.coordinator import Coordinator
+from asupervisor.runtime.joining import keep
+from asupervisor.runtime.threads import SideThreads
 
 RunSync = Callable[..., Awaitable[Any]]
 
@@ -24,6 +27,10 @@ class LooperTask:
     gets it. Nothing is called at all if the stop was already requested.
 
     Subclasses override `start_loop`, `run_loop` and `stop_loop`, which may be coroutine functions or plain ones.
+
+    `Supervisor.loop` makes one that the session supervises. Without a supervisor, `LooperTask.loop` starts one of
+    its own, for `Coordinator.join`. Cancelling it interrupts an async target; a plain one cannot be interrupted: its
+    thread is waited for, unless the task is cancelled a second time.
 
     Source: `tf.compat.v1.train.LooperThread`.
 
@@ -68,12 +75,70 @@ class LooperTask:
         self._args = tuple(args or ())
         self._kwargs = dict(kwargs or {})
         self._clock = clock or SystemClock()
-        self._run_sync = run_sync or _run_in_worker_thread
+        self._run_sync = run_sync
+        self._threads: SideThreads | None = None
+        self._scope = anyio.CancelScope()
+        self._ended: asyncio.Future[None] | None = None
         self.name = name or f"loop-{getattr(target, '__name__', type(self).__name__)}"
         self.calls = 0
+        self.running_in: asyncio.Task[Any] | None = None
+
+    @staticmethod
+    def loop(
+        coord: Coordinator,
+        timer_interval_secs: float | None,
+        target: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> LooperTask:
+        """Make a looper and start it; on the event loop. See the class for the arguments and `start`."""
+        return LooperTask(coord, timer_interval_secs, target, args, kwargs).start()
+
+    def start(self) -> Self:
+        """Start it as a task of its own, whose exception goes to the coordinator; on the event loop.
+
+        Raises:
+            RuntimeError: It was started already, or no event loop runs here.
+        """
+        if self.running_in is not None:
+            raise RuntimeError(f"{self.name} was started already")
+        self.running_in = keep(asyncio.get_running_loop().create_task(self._run_reporting(), name=self.name))
+        return self
+
+    async def _run_reporting(self) -> None:
+        try:
+            await self.run()
+        except Exception as error:
+            self._coord.report(error, self.name)
+        except (KeyboardInterrupt, SystemExit):
+            self._coord.request_stop()
+            raise
+
+    @property
+    def ended(self) -> asyncio.Future[None]:
+        """Done when it has ended; on the event loop."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        return self._ended
+
+    def cancel(self) -> None:
+        """End it by cancellation, which is not an error; on the event loop."""
+        self._scope.cancel()
 
     async def run(self) -> None:
         """Run until the stop; the body of the supervised task."""
+        self.running_in = asyncio.current_task()
+        ended = self.ended
+        try:
+            with self._scope:
+                await self._loop()
+        finally:
+            if self._threads is not None:
+                self._threads.shutdown()
+            if not ended.done():
+                ended.set_result(None)
+
+    async def _loop(self) -> None:
         if self._coord.should_stop():
             return
         await self._call(self.start_loop)
@@ -106,10 +171,56 @@ class LooperTask:
         function = getattr(method, "__func__", method)
         if function in (LooperTask.start_loop, LooperTask.stop_loop):
             return
-        on_loop = _is_async(method) or (function is LooperTask.run_loop and _is_async(self._target))
-        result = method() if on_loop else await self._run_sync(method)
+        if function is LooperTask.run_loop and self._target is not None:
+            method = _named_call(self._target, self._args, self._kwargs)
+            on_loop = _is_async(self._target)
+        else:
+            on_loop = _is_async(method)
+        result = method() if on_loop else await (self._run_sync or self._run_on_thread)(method)
         if inspect.isawaitable(result):
             await result
+
+    async def _run_on_thread(self, function: Callable[[], Any]) -> Any:
+        """Run it on a thread of this looper's own, and never leave it behind unsaid."""
+        if self._threads is None:
+            self._threads = SideThreads(self.name)
+        loop = asyncio.get_running_loop()
+        came_back = loop.create_future()
+        outcome: list[Any] = []
+
+        def work() -> None:
+            # Boxed: a StopIteration that is set on a future would be lost, and its waiter with it.
+            try:
+                outcome.extend((function(), None))
+            except BaseException as error:
+                outcome.extend((None, error))
+            try:
+                loop.call_soon_threadsafe(_set_if_not_done, came_back)
+            except RuntimeError:  # the loop is closed
+                pass
+
+        self._threads.submit(work, getattr(function, "__qualname__", ""))
+        cancelled: asyncio.CancelledError | None = None
+        while not came_back.done():
+            try:
+                with anyio.CancelScope(shield=cancelled is not None):
+                    await asyncio.wait([came_back])
+            except asyncio.CancelledError as again:
+                if cancelled is not None:  # not by a scope, which is shielded off: somebody insists
+                    raise
+                cancelled = again
+        result, error = outcome
+        outcome.clear()
+        if isinstance(error, StopIteration | asyncio.CancelledError):
+            raise RuntimeError(f"{getattr(function, '__qualname__', self.name)}() raised {error!r}") from error
+        try:
+            if error is not None:  # also after a cancellation: it must not be lost
+                raise error
+        finally:
+            del error
+        if cancelled is not None:
+            raise cancelled
+        return result
 
     async def _stopped_within(self, secs: float) -> bool:
         """Sleep by the clock; True as soon as the stop is requested."""
@@ -150,6 +261,16 @@ def _is_async(function: Any) -> bool:
     )
 
 
-async def _run_in_worker_thread(function: Callable[[], Any]) -> Any:
-    # A limiter of its own: user loops must not use up anyio's default one, nor be starved by it.
-    return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+def _named_call(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """The call, under the target's name: it is what a straggling thread is called by."""
+
+    def call() -> Any:
+        return target(*args, **kwargs)
+
+    call.__qualname__ = str(getattr(target, "__qualname__", None) or repr(target))
+    return call
+
+
+def _set_if_not_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
