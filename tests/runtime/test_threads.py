@@ -28,13 +28,13 @@ async def test_work_runs_on_a_daemon_thread_that_bears_its_label() -> None:
     assert await pool.aclose(10)
 
 
-async def test_pieces_of_work_never_wait_for_one_another() -> None:
+def test_pieces_of_work_never_wait_for_one_another() -> None:
     pool = SideThreads()
     barrier = threading.Barrier(51)
     for _ in range(50):
         pool.submit(lambda: barrier.wait(30))  # type: ignore[arg-type, return-value]
     barrier.wait(30)  # all fifty are running, or this breaks
-    assert await pool.aclose(30)
+    assert asyncio.run(pool.aclose(30))
 
 
 async def test_an_idle_thread_is_used_again() -> None:
@@ -69,13 +69,13 @@ async def test_an_idle_thread_ends_by_itself() -> None:
     assert await pool.aclose(10)
 
 
-async def test_work_that_arrives_while_a_thread_gives_up_waiting_is_done() -> None:
+def test_work_that_arrives_while_a_thread_gives_up_waiting_is_done() -> None:
     pool = SideThreads(idle_secs=0.0)
     for _ in range(500):
         done = threading.Event()
         pool.submit(done.set)
         assert done.wait(10)
-    assert await pool.aclose(10)
+    assert asyncio.run(pool.aclose(10))
 
 
 async def test_close_is_bounded_and_names_who_is_stuck() -> None:
