@@ -133,14 +133,14 @@ async def test_basic(use, variables):
 
 async def test_two_ops_each_to_its_own_limit_and_the_last_one_closes(use, variables, events):
     model = Counting(3, 30)
+    with model.graph.as_default():
+        closed = model.queue.is_closed()
     session = await use(model.graph, model.init)
     group = QueueFeeders(model.runner(), session, emit=events)
     services = group.create()
     assert names(services) == sorted(f"QueueRunnerThread-queue-{op.name}" for op in model.ops)
     first, second = services
     await first.run()
-    with model.graph.as_default():
-        closed = model.queue.is_closed()
     assert not await session.run(closed)
     assert producers(session) == {"queue": 1}
     await second.run()

@@ -413,28 +413,27 @@ async def test_nothing_to_initialise_with_is_told_before_a_session_is_opened(var
 
 
 async def test_recover_session(use, variables, tmp_path):
-    model = Model()
+    # What TensorFlow does by itself comes first: it would block the loop later.
+    model, by_directory, by_file = Model(), Model(value=2), Model(value=3)
     empty, full = tmp_path / "empty", tmp_path / "full"
     empty.mkdir()
     full.mkdir()
+    path = model.checkpoint(str(full), value=6)
     manager = model.manager()
-    session, recovered = await use(manager.recover_session("", saver=model.saver, checkpoint_dir=str(empty)))
+    session, recovered = await use(manager.recover_session("", model.saver, str(empty)))
     assert not recovered
+    assert manager.restored_from is None
     await session.run(model.v.initializer)
     assert await session.run(model.read) == 1
-
-    path = model.checkpoint(str(full), value=6)
-    for place in ({"checkpoint_dir": str(full)}, {"checkpoint_filename_with_path": path}):
-        again = Model(value=2)
+    for again, place in (
+        (by_directory, {"checkpoint_dir": str(full)}),
+        (by_file, {"checkpoint_filename_with_path": path}),
+    ):
         fresh = again.manager()
         session, recovered = await use(fresh.recover_session("", saver=again.saver, **place))
         assert recovered
         assert fresh.restored_from == path
         assert await session.run(again.read) == 6
-    with pytest.raises(ValueError, match="Can not provide both"):
-        await manager.recover_session(
-            "", saver=model.saver, checkpoint_dir=str(full), checkpoint_filename_with_path=path
-        )
 
 
 @pytest.mark.parametrize("method", ["prepare_session", "recover_session"])
@@ -705,12 +704,14 @@ async def test_obsolete_prepare_session_fails(variables):
 
 
 async def test_obsolete_recover_session(use, variables, tmp_path):
-    model = ObsoleteModel()
-    session, recovered = await use(model.manager().recover_session("", model.saver, str(tmp_path)))
+    model, again = ObsoleteModel(), ObsoleteModel(value=2)
+    empty, full = tmp_path / "empty", tmp_path / "full"
+    empty.mkdir()
+    full.mkdir()
+    Model().checkpoint(str(full), value=3)
+    _, recovered = await use(model.manager().recover_session("", model.saver, str(empty)))
     assert not recovered
-    Model().checkpoint(str(tmp_path), value=3)
-    again = ObsoleteModel(value=2)
-    session, recovered = await use(again.manager().recover_session("", again.saver, str(tmp_path)))
+    session, recovered = await use(again.manager().recover_session("", again.saver, str(full)))
     assert recovered
     assert await session.run(again.read) == 3
 
