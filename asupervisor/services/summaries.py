@@ -228,9 +228,12 @@ class SummaryService:
         """Why this training run cannot carry the summaries; empty if it can."""
         assert self._parts is not None
         extra = plan.touches_with(self._parts.inputs)
-        if extra.placeholders:
-            missing = ", ".join(repr(name) for name in sorted(extra.placeholders))
-            return f"the training runs do not feed {missing}; feed it there, or leave its summaries out of summary_op"
+        # A control dependency on a placeholder is no need of it where it is fed.
+        if missing := extra.placeholders - extra.feeds:
+            return (
+                f"the training runs do not feed {_names(missing)}; feed it there, or leave its summaries out of "
+                "summary_op"
+            )
         if sources := extra.sources - plan.touches.sources:
             return f"the training runs do not take from {_names(sources)}, so the summaries would take a batch away"
         effects = (extra.enqueues - plan.touches.enqueues) | (extra.closes - plan.touches.closes)
@@ -322,10 +325,9 @@ class SummaryService:
     def _failed(self, summaries: list[str], error: Exception, step: int | None) -> None:
         self.failures += 1
         stopping = self._coordinator.should_stop()
-        text = describe(error).splitlines()[0]
         self._emit(
             "summary.failed",
-            f"{', '.join(summaries) or 'summaries'} could not be computed at step {step}: {text}",
+            f"{', '.join(summaries) or 'summaries'} could not be computed at step {step}: {describe(error)}",
             level="debug" if stopping else "warning",
             summaries=summaries,
             step=step,

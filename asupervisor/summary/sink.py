@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -21,13 +22,19 @@ from asupervisor.events import EventSink, log_only
 R = TypeVar("R", contravariant=True)
 T = TypeVar("T")
 
+#: Where `Session.run` puts what happened, below the place that made the op and above the node.
+_NODE_ERROR = re.compile(r"\n([^\n]+)\n?\s*\[\[\{\{node")
+
 BATCH_RECORDS = 256
 """Most records that are written, and written again after a failure, in one go."""
 
 
 def describe(error: BaseException) -> str:
-    """An error in words; `repr` of TensorFlow's errors is empty."""
-    return f"{type(error).__name__}: {error}"
+    """An error in one line: `repr` of TensorFlow's errors is empty, and their text may hold whole stacks."""
+    text = str(error)
+    found = _NODE_ERROR.search(text) if text.startswith("Graph execution error") else None
+    lines = (found[1] if found else text).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 class Backend(Protocol[R]):
