@@ -149,6 +149,7 @@ class _Info:
     touches: tuple[Touch, ...] = ()
     calls: bool = False
     initialises: bool = False
+    takes_references: bool = False
 
 
 #: One op: ids of its input tensors, ids of the ops that make them, ids of its control inputs, what it does.
@@ -223,10 +224,11 @@ class GraphIndex:
         references = self._references
         for number in reached:
             _, ops, _, info = rows[number]
+            reads = info is None or not info.takes_references
+            if reads and references and not references.keys().isdisjoint(ops):
+                for op in ops:
+                    found[Kind.READ].update(references.get(op, ()))
             if info is None:
-                if references and not references.keys().isdisjoint(ops):
-                    for op in ops:
-                        found[Kind.READ].update(references.get(op, ()))
                 continue
             calls = calls or info.calls
             if info.type in effects.PLACEHOLDERS:
@@ -298,11 +300,14 @@ class GraphIndex:
             touches += self._called(graph, op, functions)
         elif op_type not in effects.PASSES_ON and op_type not in effects.PLACEHOLDERS:
             touches += self._unlisted(op)
-        return _Info(op.name, op_type, tuple(touches), calls, self._initialises(op))
+        references = any(argument.is_ref for argument in op.op_def.input_arg)
+        return _Info(op.name, op_type, tuple(touches), calls, self._initialises(op), references)
 
     def _is_plain(self, graph: tf.Graph, op: tf.Operation) -> bool:
         op_type = op.type
-        if effects.effects_of(op_type) is not None or op_type in effects.PLACEHOLDERS:
+        if effects.effects_of(op_type) is not None:
+            return False
+        if op_type in effects.PLACEHOLDERS or op_type in effects.REFERENCES:
             return False
         if self._bodies.called_by(graph, op) is not None:
             return False
