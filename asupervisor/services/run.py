@@ -292,7 +292,8 @@ class SupervisedRun:
         return [host.spawn(feeder.name, feeder.run) for feeder in feeders]
 
     def _saved(self, info: CheckpointInfo) -> None:
-        if self._writer is not None and info.step is not None:
+        # The writer may be closed already: by `stop()`, before a session that went on was closed.
+        if self._writer is not None and info.step is not None and not self._writer.closed:
             self._writer.add_session_log("CHECKPOINT", info.step, checkpoint_path=info.prefix)
 
     async def save(self) -> CheckpointInfo:

@@ -206,5 +206,7 @@ def _default(graph: tf.Graph, name: str, value: Any, key: str, make: Callable[[]
         )
     made = make()
     if made is not None:
+        # TensorFlow's reminder about ops that nobody runs is meant for users: a supervisor may well never get that far.
+        getattr(made, "mark_used", bool)()
         graph.add_to_collection(key, made)
     return made
