@@ -222,7 +222,7 @@ class QueueFeeders:
             )
         elif not self.stopping() or (error is not None and not self.is_echo(error)):
             why = _first_line(error)
-            _no_producer(self.emit, self.queue, f"its last feeder ended with {why}", error=why)
+            _no_producer(self.emit, self.queue, f"its last feeder ended with {why}", self.stopping(), error=why)
 
 
 class QueueFeeder:
@@ -348,10 +348,11 @@ def _check_runner(runner: Any, graph: tf.Graph) -> None:
             )
 
 
-def _no_producer(emit: EventSink, queue: str, why: str, **data: Any) -> None:
+def _no_producer(emit: EventSink, queue: str, why: str, stopping: bool = False, **data: Any) -> None:
+    consequence = "The stop ends those who dequeue from it." if stopping else "Who dequeues from it may wait for ever."
     emit(
         "queue.no_producer",
-        f"no producer alive for queue {queue}: {why}. Who dequeues from it may wait for ever.",
+        f"no producer alive for queue {queue}: {why}. {consequence}",
         level="warning",
         queue=queue,
         **data,

@@ -18,6 +18,7 @@ from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.services.feeders import QueueCloser, QueueFeeders, make_feeders, producers, report_starved
 from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
+from asupervisor.supervisor import Supervisor
 
 tf1 = tf.compat.v1
 QueueRunner = tf1.train.QueueRunner
@@ -578,6 +579,7 @@ async def test_f19_the_producers_error_is_the_one_that_is_raised(use, events, af
     assert tasks[0].exception() is error
     message, level, data = await events.until("queue.no_producer")
     assert "no producer alive for queue records" in message
+    assert "The stop ends" in message
     assert level == "warning"
     assert data["queue"] == "records"
     assert "no such record" in data["error"]
@@ -610,6 +612,51 @@ async def test_f19_an_error_after_the_consumers_clean_end_is_still_raised(use):
     assert tasks[0].exception() is coordinator.error
 
 
+@pytest.mark.parametrize("body", ["raises", "swallows", "waits"])
+@pytest.mark.parametrize("after", [0, 3])
+async def test_f19_in_a_managed_session_the_producers_error_leaves_the_block(body, after):
+    graph = tf.Graph()
+    runners, take = failing_producer(graph, after)
+    with graph.as_default():
+        for runner in runners:
+            tf1.train.add_queue_runner(runner)
+        unfed = tf1.FIFOQueue(1, tf.float32, name="unfed").dequeue()
+    sv = Supervisor(graph=graph)
+    reached = []
+    with pytest.raises(tf.errors.OpError, match="no such record") as caught:
+        async with sv.managed_session() as sess:
+            try:
+                while True:
+                    await sess.run(take)
+            except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+                reached.append(sv.coord.error)
+                if body == "raises":
+                    raise
+                if body == "waits":
+                    # A program that tries another queue, which nobody feeds: closing the session frees it.
+                    run = asyncio.ensure_future(sess.run(unfed))
+                    await sv.wait_for_stop()
+                    run.cancel()
+    assert reached == [caught.value], "the error was known before the body saw the end of its queue"
+    assert sv.should_stop()
+
+
+async def test_f14_a_managed_session_with_full_queues_ends_in_no_time():
+    # TensorFlow's own may sit out the grace, 120 s by default, and then raise.
+    model = Filled(capacity=2, collect=True)
+    sv = Supervisor(graph=model.graph)
+    loop = asyncio.get_running_loop()
+    async with sv.managed_session() as sess:
+        assert await sess.run(model.dequeue) == 10.0
+        while await sess.run(model.size) < 2:
+            await asyncio.sleep(0.001)
+        names_inside = {service.name for service in sv.status().services}
+        left_at = loop.time()
+    assert loop.time() - left_at < 10.0
+    assert {"QueueRunnerThread-queue-put", "QueueRunnerThread-queue-close_on_stop"} <= names_inside
+    assert {service.state for service in sv.status().services} <= {"done"}
+
+
 async def test_f19_without_a_coordinator_a_dead_producer_is_an_event(use, events):
     graph = tf.Graph()
     runners, _ = failing_producer(graph, 0)
@@ -619,7 +666,9 @@ async def test_f19_without_a_coordinator_a_dead_producer_is_an_event(use, events
     with pytest.raises(tf.errors.OpError, match="no such record"):
         await feeder.run()
     assert len(group.exceptions_raised) == 1
-    assert "records" in (await events.until("queue.no_producer"))[0]
+    message, _, _ = await events.until("queue.no_producer")
+    assert "no producer alive for queue records" in message
+    assert "wait for ever" in message
 
 
 async def test_f19_a_queue_that_nobody_feeds_can_be_named(use, events):

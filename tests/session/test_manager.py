@@ -506,8 +506,8 @@ async def test_recover_session_from_empty_directory_still_runs_local_init_op(use
     assert await session.run(model.initialised) == [False, True, False]
 
 
-async def test_a_checkpoint_that_comes_is_found_soon(use, variables, tmp_path):
-    # F22: TensorFlow looks again after a whole recovery_wait_secs, 30 s.
+async def test_f22_a_checkpoint_that_comes_is_found_soon(use, variables, tmp_path):
+    # TensorFlow looks again after a whole recovery_wait_secs, 30 s.
     model = Model()
 
     class Clock(HastyClock):
@@ -605,8 +605,8 @@ def unique():
 
 
 @pytest.mark.allow_leak("files")  # the in-process server lives as long as the process
-async def test_wait_for_session_runs_local_init_when_another_one_has_initialised(use, variables, unique):
-    # F22: the chief initialises while the worker waits; the worker notices at once, not 30 s later.
+async def test_f22_a_worker_notices_at_once_that_its_chief_has_initialised_and_runs_local_init(use, variables, unique):
+    # The chief initialises while the worker waits; the worker notices at once, not 30 s later.
     model = LocalModel(names=unique)
     with model.graph.as_default():
         assert model.global_ready is not None
@@ -1239,7 +1239,7 @@ async def test_a_stop_that_was_requested_before_is_told_before_a_session_is_open
     assert raw_sessions == []
 
 
-async def test_a_hanging_look_is_covered_by_the_deadline(raw_sessions, clock):
+async def test_f22_a_hanging_look_is_covered_by_the_deadline(raw_sessions, clock):
     graph = tf.Graph()
     with graph.as_default():
         stuck = tf1.FIFOQueue(1, tf.string).dequeue()
