@@ -30,6 +30,7 @@ from asupervisor.runtime.host import Host
 from asupervisor.runtime.looper import LooperTask, check_arguments
 from asupervisor.runtime.service import Service
 from asupervisor.services.run import RunSettings, SupervisedRun
+from asupervisor.services.surroundings import Surroundings
 from asupervisor.session import elements
 from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
@@ -191,10 +192,7 @@ class Supervisor:
             fresh_start=fresh_start,
             nonfinite=nonfinite,
             retention=retention,
-            journal=journal,
-            handle_signals=handle_signals,
             stop_grace_secs=stop_grace_secs,
-            executor=executor,
             clock=self._clock,
         )
         self._save_summaries_secs = save_summaries_secs if is_chief else None
@@ -207,6 +205,10 @@ class Supervisor:
             recovery_wait_secs=recovery_wait_secs,
             local_init_run_options=local_init_run_options,
         )
+        self._executor = executor
+        self._journal = journal
+        self._handle_signals = handle_signals
+        self._around: Surroundings | None = None
         self._run: SupervisedRun | None = None
         self._host: Host[AsyncSession] | None = None
         self._store = self._make_store() if self._settings.saves else None
@@ -407,17 +409,22 @@ class Supervisor:
     ) -> Host[AsyncSession]:
         if self._host is not None and not self._host.finished and not self._host.loop.is_closed():
             raise SessionActive(self.name)
-        run = SupervisedRun(
-            self._settings,
-            coordinator=self._coord,
-            hub=self._hub,
-            store=self._store,
+        self._around = around = Surroundings(
+            self.name,
+            self._coord,
+            self._hub,
+            executor=self._executor,
             writer=self._writer,
-            session_manager=self._session_manager,
-            close_summary_writer=close_summary_writer,
+            logdir=self._settings.logdir,
+            journal=self._journal,
+            handle_signals=self._handle_signals,
+        )
+        self._run = run = SupervisedRun(
+            self._settings, around, store=self._store, session_manager=self._session_manager
         )
 
         async def startup(host: Host[AsyncSession]) -> AsyncSession:
+            await around.open(None if self._store is None else self._store.run_id)
             return await run.start(
                 host,
                 master=master,
@@ -427,15 +434,18 @@ class Supervisor:
                 start_standard_services=start_standard_services,
             )
 
-        self._run = run
+        async def release() -> None:
+            await run.release()
+            await around.close(close_summary_writer)
+
         self._host = host = Host(
             self.name,
             self._coord,
             startup=startup,
             settle=run.settle,
-            release=run.release,
-            close_now=run.close_now,
-            stragglers=run.stragglers,
+            release=release,
+            close_now=around.close_now,
+            stragglers=around.stragglers,
             stop_grace_secs=self._settings.stop_grace_secs,
             emit=self._hub.emit,
         )
@@ -622,10 +632,10 @@ class Supervisor:
         Source: `tf.compat.v1.train.Supervisor.stop`.
         """
         self._coord.request_stop()
-        host, run = self._host, self._run
-        if host is None or run is None or host.finished:
-            if run is not None and close_summary_writer:
-                await run.close_writer()
+        host, around = self._host, self._around
+        if host is None or around is None or host.finished:
+            if around is not None and close_summary_writer:
+                await around.close_writer()
             await self._coord.join(threads, self._settings.stop_grace_secs, ignore_live_threads)
             return
         self._active("stop()")
@@ -635,7 +645,7 @@ class Supervisor:
                 await self._coord.join(threads, self._settings.stop_grace_secs, ignore_live_threads)
         finally:
             if close_summary_writer:
-                await run.close_writer()
+                await around.close_writer()
 
     def request_stop(self, ex: Any = None) -> None:
         """Ask for a stop, with an error or without; any thread, signal handlers too.

@@ -1,11 +1,11 @@
-"""One session of a supervisor: its parts, from the lock on the logdir to the STOP record.
+"""One session and its services: how they are put together and taken apart.
 
 ::
 
-    start:   logdir and lock ── event file ── session (restored, initialised or awaited) ── graph written
-             ── START record ── standing services ── queue feeders
+    start:   session (restored, initialised or awaited) ── graph written ── START record ── standing services
+             ── queue feeders
     settle:  final save
-    release: session closed ── device thread joined ── STOP record ── journal ── lock given back
+    release: session closed
 
 `start` runs in the host's task group; `settle` and `release` in tasks of the host's closer, each bounded by it.
 Everything here runs on the event loop; what blocks goes to the device thread or a side thread.
@@ -13,35 +13,29 @@ Everything here runs on the event loop; what blocks goes to the device thread or
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from asupervisor.checkpoint.lock import LogdirLock
 from asupervisor.checkpoint.records import CheckpointInfo, NonFinitePolicy, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock
 from asupervisor.errors import SessionClosed
-from asupervisor.events import EventHub, Status
-from asupervisor.runtime import signals
+from asupervisor.events import Status
 from asupervisor.runtime.coordinator import Coordinator
-from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.runtime.service import Service
 from asupervisor.services.checkpointing import CheckpointService
 from asupervisor.services.feeders import make_feeders
 from asupervisor.services.step_counter import StepCounter
 from asupervisor.services.summaries import SummaryService
+from asupervisor.services.surroundings import Surroundings
 from asupervisor.session.elements import GraphElements, step_value
 from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
-from asupervisor.summary.base import SummaryWriter
-from asupervisor.summary.journal import Journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +60,7 @@ class RunSettings:
     fresh_start: bool
     nonfinite: NonFinitePolicy
     retention: Any
-    journal: bool
-    handle_signals: bool
     stop_grace_secs: float
-    executor: DeviceExecutor | None
     clock: Clock
 
     @property
@@ -88,45 +79,36 @@ class SupervisedRun:
 
     Args:
         settings: What the supervisor was told.
-        coordinator: Its stop state.
-        hub: Where its events go.
+        around: What stands around the session.
         store: Its checkpoints, or None; outlives the run.
-        writer: Its summary writer, or None; outlives the run.
         session_manager: What prepares the session.
-        close_summary_writer: Whether the writer is closed at the end.
+        coordinator: The stop state of the session, where it is not that of the surroundings.
     """
 
     def __init__(
         self,
         settings: RunSettings,
+        around: Surroundings,
         *,
-        coordinator: Coordinator,
-        hub: EventHub,
         store: CheckpointStore | None,
-        writer: SummaryWriter | None,
         session_manager: SessionManager,
-        close_summary_writer: bool,
+        coordinator: Coordinator | None = None,
     ) -> None:
         self._settings = settings
-        self._coordinator = coordinator
-        self._hub = hub
-        self._emit = hub.emit
-        self._writer = writer
-        self._close_writer = close_summary_writer
+        self._around = around
+        self._coordinator = coordinator or around.coordinator
+        self._emit = around.emit
+        self._writer = around.writer
+        self._executor = around.executor
         self._manager = session_manager
-        self._owns_executor = settings.executor is None
-        self._executor = settings.executor or DeviceExecutor(f"{settings.name}/cpu:0", emit=hub.emit)
         self._store = store
-        self._lock: LogdirLock | None = None
         self._session: AsyncSession | None = None
         self._checkpoints: CheckpointService | None = None
         self._summaries: SummaryService | None = None
         self._step_counter: StepCounter | None = None
-        self._journal: asyncio.Task[None] | None = None
         self._host: Host[AsyncSession] | None = None
         self._started_at = settings.clock.monotonic()
         self._start_step: int | None = None
-        self._last_status: Status | None = None
 
     # ------------------------------------------------------------------ start
 
@@ -143,12 +125,8 @@ class SupervisedRun:
         """Make the session and what stands around it; see `Supervisor.prepare_or_wait_for_session`."""
         settings, elements = self._settings, self._settings.elements
         self._host = host
-        if settings.handle_signals:
-            signals.subscribe(self._on_signal)
-        if settings.logdir is not None:
-            await self._claim_logdir(settings.logdir)
-        if self._writer is not None:
-            self._writer.open()
+        if self._store is not None:
+            self._store.lock = self._around.lock
         manager = self._manager.bound(
             executor=self._executor,
             clock=settings.clock,
@@ -189,31 +167,6 @@ class SupervisedRun:
                 self.start_standard_services(host, session)
             self.start_queue_runners(host, session, None)
         return session
-
-    def _on_signal(self, number: int) -> None:
-        self._coordinator.request_stop()
-
-    async def _claim_logdir(self, logdir: str) -> None:
-        """Make the directory, take its lock, begin the journal."""
-        given_up = threading.Event()
-        self._lock = lock = LogdirLock(
-            logdir, run_id=None if self._store is None else self._store.run_id, emit=self._emit
-        )
-
-        def acquire() -> None:
-            lock.acquire(cancelled=given_up.is_set)
-            if given_up.is_set():  # whoever waited is gone
-                lock.release()
-
-        try:
-            await self._executor.side(acquire, label=f"lock {logdir}")
-        finally:
-            given_up.set()
-        if self._store is not None:
-            self._store.lock = lock
-        if self._settings.journal:
-            journal = Journal(logdir, self._hub.subscribe(), emit=self._emit)
-            self._journal = asyncio.get_running_loop().create_task(journal.run(), name=f"{self._settings.name}-journal")
 
     def _write_graph(self) -> None:
         """Graph and meta graph, once per opening of the event file; serialised off the loop."""
@@ -360,47 +313,11 @@ class SupervisedRun:
         return Outcome.STOPPED
 
     async def release(self) -> None:
-        """Give everything back, in order, whatever fails; bounded by the host."""
-        steps: list[Callable[[], Any]] = []
-        if self._session is not None:
-            steps.append(self._end_session)
-        if self._owns_executor:
-            steps.append(lambda: self._executor.aclose(KILL_GRACE_SECS))
-        if self._close_writer:
-            steps.append(self.close_writer)
-        steps.append(self._end_journal)
-        if self._lock is not None:
-            steps.append(self._give_back_lock)
-        for step in steps:
-            try:
-                await step()
-            except Exception as error:
-                self._emit("session.release_failed", f"while closing: {error!r}", level="error", error=repr(error))
-        # Not at once: a signal that was held back may end the process, and the host has its last steps to do.
-        asyncio.get_running_loop().call_soon(signals.unsubscribe, self._on_signal)
-
-    async def _end_session(self) -> None:
-        assert self._session is not None
-        if not await self._session.close_raw(KILL_GRACE_SECS):
+        """Close the session."""
+        if self._session is not None and not await self._session.close_raw(KILL_GRACE_SECS):
             self._emit(
                 "session.close_blocked", "the session's close is blocked by a run that never ends", level="error"
             )
-
-    async def _end_journal(self) -> None:
-        self._emit("session.ended", "session closed")
-        self._hub.close()
-        if self._journal is not None:
-            await asyncio.wait([self._journal], timeout=KILL_GRACE_SECS)
-
-    async def _give_back_lock(self) -> None:
-        if self._lock is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._lock.release)
-
-    async def close_writer(self) -> None:
-        """Write the STOP record and close the event file."""
-        if self._writer is not None and not self._writer.closed:
-            self._writer.add_session_log("STOP")
-            await self._writer.aclose(KILL_GRACE_SECS)
 
     async def _close_session(self) -> None:
         """What `AsyncSession.close` does for a session of a supervisor: end everything, then raise the first error."""
@@ -414,27 +331,6 @@ class SupervisedRun:
         if not self._coordinator.joined:
             self._coordinator.mark_joined()
             self._coordinator.raise_requested_exception()
-
-    def close_now(self) -> None:
-        """End what can be ended without waiting; see `Host.abandon`."""
-        if self._owns_executor:
-            self._executor.shutdown()
-        if self._writer is not None:
-            self._writer.close_soon()
-        self._hub.close()
-        if self._lock is not None:
-            self._lock.release()
-        signals.unsubscribe(self._on_signal)
-
-    def stragglers(self) -> list[tuple[str, str]]:
-        """Threads that are still busy, and where."""
-        if not self._owns_executor:
-            return []
-        found = [(f"thread {name}", "") for name in self._executor.device.side.busy()]
-        busy = self._executor.busy()
-        if busy is not None:
-            found.append((f"thread {self._executor.name} (in {busy.label})", busy.stack()))
-        return found
 
     # ------------------------------------------------------------------ how it stands
 
