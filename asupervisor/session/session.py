@@ -176,7 +176,6 @@ class AsyncSession:
         self._step_times, self._run_times = window(), window()
         self._run_count = 0
         self._raw_closed: Ending | None = None
-        self._blocking = BlockingSession(self)
         self._starved_after_secs = starved_after_secs
         self._watch: asyncio.TimerHandle | None = None
         self._starved_since = 0.0
@@ -424,13 +423,16 @@ class AsyncSession:
 
     @property
     def graph(self) -> tf.Graph:
-        """The graph; `tensor.eval(session=sess)` and `op.run(session=sess)` give awaitables."""
+        """The graph. `tensor.eval(session=sess)` gives an awaitable.
+
+        TensorFlow's `op.run(session=sess)` throws away what `run` returns: write ``await sess.run(op)``.
+        """
         return self.raw.graph
 
     @property
     def blocking(self) -> BlockingSession:
         """The same session for other threads; inline on the device thread."""
-        return self._blocking
+        return BlockingSession(self)
 
     @property
     def training_runs(self) -> int:
@@ -641,14 +643,14 @@ class AsyncSession:
         self._report_starved(plan, current.describe(), waited_secs)
 
     def _report_starved(self, plan: RunPlan, what: str, waited_secs: float) -> None:
-        sources = ", ".join(sorted(plan.touches.sources))
+        sources = sorted(plan.may_wait)
         self._emit(
             "step.starved",
-            f"{what} has been waiting for {waited_secs:.1f} s; it takes from {sources}. "
+            f"{what} has been running for {waited_secs:.1f} s and may be waiting for {', '.join(sources)}. "
             "Is its producer alive, and fast enough?",
             level="warning",
             run=what,
-            sources=sorted(plan.touches.sources),
+            sources=sources,
             waited_secs=waited_secs,
         )
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from asupervisor.errors import SessionClosed
+from asupervisor.errors import SessionClosed, StopRequested
 from asupervisor.runtime.calls import Mailbox, Waiter, boxed
 from asupervisor.runtime.wakeup import Doorbell
 
@@ -81,6 +81,8 @@ class Feed:
 
     def put(self, item: Any) -> None:
         """Add what comes next; on the producer's thread."""
+        if self.closed:
+            return
         self.items.append(item)
         # The stream says that it is hungry and then looks once more: one of us sees the other one.
         if self.hungry:
@@ -96,6 +98,7 @@ class Feed:
     def close(self) -> None:
         """Nothing more is needed; any thread."""
         self.closed = True
+        self._ready, self._prepare = _nothing, _refuse  # they lead back to the stream: no cycle is left behind
 
     async def wait_closed(self) -> None:
         """Wait for the producer where it is a task of ours; on the loop."""
@@ -167,7 +170,7 @@ class SideFeed(Feed):
 
     def close(self) -> None:
         """See `Feed.close`."""
-        self.closed = True
+        super().close()
         self._wake()
 
     def _wake(self) -> None:
@@ -283,7 +286,7 @@ class LoopFeed(Feed):
 
     def close(self) -> None:
         """See `Feed.close`."""
-        self.closed = True
+        super().close()
         task = self._task
         if task is not None and not task.done():
             try:
@@ -389,6 +392,14 @@ def _submit(executor: DeviceExecutor, work: Callable[[], None], label: str) -> N
         if executor.closed:
             raise SessionClosed(f"the executor of {executor.name}") from None
         raise
+
+
+def _nothing() -> None:
+    pass
+
+
+def _refuse(feed_dict: Any) -> tuple[RunPlan, Any]:
+    raise StopRequested("the feed")
 
 
 def _bytes(args: Any) -> int:
