@@ -45,7 +45,8 @@ class SessionManager:
 
     * Waits look again after 0.05 to 1 s, never later than `recovery_wait_secs` and never beyond `max_wait_secs`;
       TensorFlow sleeps whole `recovery_wait_secs` for a checkpoint, and gives up on a model as soon as the next
-      whole sleep would not fit. `wait_for_session` really waits `max_wait_secs`, then looks a last time.
+      whole sleep would not fit. `wait_for_session` really waits `max_wait_secs`, then looks a last time. An opening
+      or a look that has begun has two seconds, whatever is left.
     * `wait_for_session` keeps one session for all its looks, where TensorFlow opens a new one each time.
     * An opening, a restore or a check that hangs holds nobody: it can be cancelled, a requested stop ends it, and
       the deadline of `wait_for_session` covers it.

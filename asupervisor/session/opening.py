@@ -14,11 +14,11 @@ import tensorflow as tf
 from asupervisor.errors import SessionClosed
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.device import DeviceExecutor
-from asupervisor.session.session import AsyncSession
+from asupervisor.session.session import CLOSE_SECS, AsyncSession
 
 #: How long whoever gives a session up waits for it to be closed, in seconds. Closing one takes about a
 #: millisecond; where it takes longer (a running Python op, a peer that is gone), its thread goes on alone.
-CLOSE_SECS = 2.0
+GIVE_UP_SECS = 1.0
 
 # asyncio holds tasks weakly: a clean-up whose waiter was cancelled must not vanish.
 _cleaning: set[asyncio.Task[Any]] = set()
@@ -81,7 +81,7 @@ class Opening:
         return session
 
     async def give_up(self) -> None:
-        """Close what was opened, or have it closed when it comes; waits `CLOSE_SECS` at most and never raises.
+        """Close what was opened, or have it closed when it comes; waits `GIVE_UP_SECS` at most and never raises.
 
         Cancelling it leaves the clean-up running.
         """
@@ -91,15 +91,15 @@ class Opening:
         task = asyncio.create_task(self._clean_up(raw), name="asupervisor-give-up-session")
         _cleaning.add(task)
         task.add_done_callback(_cleaning.discard)
-        await asyncio.wait({task}, timeout=2 * CLOSE_SECS)
+        await asyncio.wait({task}, timeout=GIVE_UP_SECS)
 
     async def _clean_up(self, raw: tf.compat.v1.Session | None) -> None:
         session, self.session = self.session, None
         try:
             if session is not None:
-                await session.close_raw(CLOSE_SECS)
+                await session.close_raw(GIVE_UP_SECS)
             elif raw is not None:
-                with anyio.move_on_after(CLOSE_SECS):
+                with anyio.move_on_after(GIVE_UP_SECS):
                     await self.executor.side(close_quietly, raw, label="close of a session")
         except SessionClosed:  # the executor ended before us, and took its side threads along
             if raw is not None:
@@ -108,7 +108,7 @@ class Opening:
             log_only("session.close_failed", f"closing an abandoned session failed: {error!r}", level="debug")
         finally:
             if self._owns_executor:
-                await self.executor.aclose(CLOSE_SECS)
+                await self.executor.aclose(GIVE_UP_SECS)
 
 
 class _Closer:
