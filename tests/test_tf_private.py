@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ def test_plugin_assets(tmp_path: Path, graph: tf.Graph, monkeypatch: pytest.Monk
     from tensorflow.python.summary import plugin_asset
 
     assert callable(plugin_asset.get_all_plugin_assets)
-    monkeypatch.setitem(__import__("sys").modules, "tensorflow.python.summary.plugin_asset", None)
-    monkeypatch.delattr("tensorflow.python.summary.plugin_asset")
+    monkeypatch.setitem(sys.modules, "tensorflow.python.summary.plugin_asset", None)
+    monkeypatch.delattr(sys.modules["tensorflow.python.summary"], "plugin_asset")
     _tf.write_plugin_assets(graph, str(tmp_path))  # without it: nothing is written
     assert not list(tmp_path.iterdir())
