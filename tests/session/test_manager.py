@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 import pickle
+import socket
 import threading
 import uuid
 
@@ -1142,6 +1143,62 @@ async def test_f22_a_silent_master_is_an_event_that_names_it(stuck, clock, event
     message, level, _ = events.of("session.master_silent")[0]
     assert "master ''" in message
     assert level == "warning"
+
+
+ABSENT_PEER = """
+import asyncio, sys, time
+import tensorflow as tf
+from asupervisor.session.manager import SessionManager
+
+master = sys.argv[1]
+graph = tf.Graph()
+with graph.as_default():
+    v = tf.compat.v1.get_variable("v", initializer=1.0)
+    ready = tf.compat.v1.report_uninitialized_variables()
+
+
+async def main():
+    manager = SessionManager(graph=graph, ready_op=ready)
+    started = time.monotonic()
+    try:
+        await manager.wait_for_session(master, max_wait_secs=0.5)
+    except tf.errors.DeadlineExceededError as error:
+        print("deadline", error)
+    try:
+        async with asyncio.timeout(0.5):
+            await manager.prepare_session(master, v.initializer)
+    except TimeoutError:
+        print("cancelled")
+    print("took", time.monotonic() - started)
+
+
+asyncio.run(main())
+"""
+
+
+async def test_f22_an_absent_peer_holds_neither_the_caller_nor_the_process(python, fresh_environ, tmp_path):
+    # TensorFlow's own blocks for ever in the first run, and again in close().
+    script = tmp_path / "absent.py"
+    script.write_text(ABSENT_PEER)
+    with socket.socket() as nobody:  # bound and not listening: connections are refused for as long as we hold it
+        nobody.bind(("127.0.0.1", 0))
+        master = f"grpc://127.0.0.1:{nobody.getsockname()[1]}"
+        process = await asyncio.create_subprocess_exec(
+            python, str(script), master, stdout=asyncio.subprocess.PIPE, env=fresh_environ
+        )
+        try:
+            async with asyncio.timeout(90):
+                output, _ = await process.communicate()
+        except TimeoutError:
+            process.kill()
+            raise
+    assert process.returncode == 0
+    lines = output.decode().splitlines()
+    assert lines[0].startswith("deadline Session was not ready after waiting 0.5 secs. Not ready: an answer of master")
+    assert master in lines[0]
+    assert lines[1] == "cancelled"
+    # Two seconds for a look that has begun, one each for giving up; the rest is a crowded machine.
+    assert float(lines[2].removeprefix("took ")) < 15
 
 
 @pytest.mark.parametrize("phase", ["init_op", "local_init_op", "ready_op", "restore"])
