@@ -209,6 +209,7 @@ class Supervisor:
         self._journal = journal
         self._handle_signals = handle_signals
         self._around: Surroundings | None = None
+        self._closes_writer = True
         self._run: SupervisedRun | None = None
         self._host: Host[AsyncSession] | None = None
         self._store = self._make_store() if self._settings.saves else None
@@ -375,6 +376,8 @@ class Supervisor:
     ) -> AsyncSession:
         """A session whose model is ready, without a block: end it by `await sv.stop()` and `await sess.close()`.
 
+        Closing it closes the summary writer, too, unless `stop` was told not to.
+
         A stop that was requested before is forgotten. Cancelling it aborts the start and gives everything back.
 
         Args:
@@ -395,7 +398,7 @@ class Supervisor:
 
         Source: `tf.compat.v1.train.Supervisor.prepare_or_wait_for_session`.
         """
-        host = self._new_host(master, config, start_standard_services, False, wait_for_checkpoint, max_wait_secs)
+        host = self._new_host(master, config, start_standard_services, True, wait_for_checkpoint, max_wait_secs)
         return await host.start()
 
     def _new_host(
@@ -409,6 +412,7 @@ class Supervisor:
     ) -> Host[AsyncSession]:
         if self._host is not None and not self._host.finished and not self._host.loop.is_closed():
             raise SessionActive(self.name)
+        self._closes_writer = close_summary_writer
         self._around = around = Surroundings(
             self.name,
             self._coord,
@@ -436,7 +440,7 @@ class Supervisor:
 
         async def release() -> None:
             await run.release()
-            await around.close(close_summary_writer)
+            await around.close(self._closes_writer)
 
         self._host = host = Host(
             self.name,
@@ -481,7 +485,7 @@ class Supervisor:
             sess: The supervisor's session.
 
         Returns:
-            The services, or None without a logdir, with a warning.
+            The services that were started, none the second time; or None without a logdir, with a warning.
 
         Raises:
             RuntimeError: For a non-chief, or without an active session.
@@ -639,6 +643,7 @@ class Supervisor:
             await self._coord.join(threads, self._settings.stop_grace_secs, ignore_live_threads)
             return
         self._active("stop()")
+        self._closes_writer = close_summary_writer
         try:
             await host.stop(ignore_live_threads)
             if threads is not None:

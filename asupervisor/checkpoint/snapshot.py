@@ -329,10 +329,13 @@ def export_meta_graph(graph: tf.Graph, saver: Any) -> bytes:
 
     Args:
         graph: The graph.
-        saver: The saver that the file shall describe.
+        saver: The saver that the file shall describe, or None. An object that cannot tell is left out.
     """
+    describe = getattr(saver, "as_saver_def", None)
     with graph.as_default():
         meta = tf.compat.v1.train.export_meta_graph(
-            graph_def=user_graph_def(graph, add_shapes=True), saver_def=saver.as_saver_def(), graph=graph
+            graph_def=user_graph_def(graph, add_shapes=True),
+            saver_def=None if describe is None else describe(),
+            graph=graph,
         )
     return bytes(meta.SerializeToString())

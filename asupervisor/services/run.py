@@ -106,6 +106,7 @@ class SupervisedRun:
         self._checkpoints: CheckpointService | None = None
         self._summaries: SummaryService | None = None
         self._step_counter: StepCounter | None = None
+        self._has_standard_services = False
         self._host: Host[AsyncSession] | None = None
         self._started_at = settings.clock.monotonic()
         self._start_step: int | None = None
@@ -196,6 +197,9 @@ class SupervisedRun:
         if settings.logdir is None:
             self._emit("services.no_logdir", "standard services need a logdir; none started", level="warning")
             return None
+        if self._has_standard_services:  # a second set would fight with the first one for directory and device
+            return []
+        self._has_standard_services = True
         services: list[Service] = []
         shared: dict[str, Any] = {
             "coordinator": self._coordinator,

@@ -36,7 +36,7 @@ def model() -> Callable[..., SimpleNamespace]:
             global_step = tf1.train.get_or_create_global_step() if step else None
             train = tf1.train.GradientDescentOptimizer(0.01).minimize(loss, global_step=global_step)
             if summary:
-                tf1.summary.scalar("loss", loss)
+                tf1.summary.scalar("train_loss", loss)
         return SimpleNamespace(
             graph=graph, x=x, w=w, loss=loss, step=global_step, train=train, feed={x: [[1.0] * dim]}, name="model"
         )

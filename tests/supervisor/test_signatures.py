@@ -62,8 +62,10 @@ def plain(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def same_default(ours: Any, theirs: Any) -> bool:
-    return ours is theirs or (type(ours) in (int, float) and type(theirs) in (int, float) and ours == theirs) or (
-        type(ours) is type(theirs) and ours == theirs
+    return (
+        ours is theirs
+        or (type(ours) in (int, float) and type(theirs) in (int, float) and ours == theirs)
+        or (type(ours) is type(theirs) and ours == theirs)
     )
 
 
