@@ -84,7 +84,7 @@ class RunPlan:
         self._extensions: OrderedDict[tuple[int, ...], Extension] = OrderedDict()
         self._keep: Sequence[Any] = ()
         self._keys: tuple[Any, ...] = ()
-        self._used = True
+        self._used = False
         self.convert = convert
         self.execute = execute
         self.feed_tensors = tuple(feed_tensors)
@@ -237,7 +237,9 @@ class PlanCache:
             return self._unprepared(fetches, feed_dict, None, None)
         with self._shared.lock:
             plan = self._plans.get(key)
-            if plan is None:
+            if plan is not None:
+                plan._used = True
+            else:
                 plan = self._prepare(fetches, feed_dict)
                 if self._dropped or plan._engine is None:
                     return plan
@@ -248,7 +250,6 @@ class PlanCache:
                 if fast is not None and keys.is_flat(fetches, feed_dict):
                     self._fast[fast] = plan
                     plan._keys = (key, fast)
-            plan._used = True
             return plan
 
     def _make_room(self) -> None:

@@ -389,12 +389,16 @@ def test_deep_graphs_are_no_recursion(graph):
 def test_a_hundred_thousand_ops(graph):
     from time import perf_counter
 
+    definition = tf1.GraphDef()
+    names = ["x", *(f"n{number}" for number in range(100_000))]
+    for before, name in zip(["", *names], names, strict=False):
+        node = definition.node.add(name=name, op="Neg" if before else "Placeholder")
+        node.attr["T" if before else "dtype"].type = tf.float32.as_datatype_enum
+        node.input.extend([before] if before else [])
     with graph.as_default():
-        x = tf1.placeholder(tf.float32, [], name="x")
+        tf.import_graph_def(definition, name="")
+        x, y = graph.get_tensor_by_name("x:0"), graph.get_tensor_by_name(f"{names[-1]}:0")
         v = tf1.get_variable("v", initializer=1.0, use_resource=True)
-        y = x
-        for _ in range(100_000):
-            y = tf.raw_ops.Neg(x=y)
         one, two = v.assign_add(y).op, v.assign_sub(y).op
     began = perf_counter()
     assert analyse(graph, [one], [x]).variables_written == {"v"}
