@@ -215,13 +215,14 @@ class Call(Waiter):
         del value
 
 
-def boxed(error: BaseException, describe: Callable[[], str]) -> BaseException:
+def boxed(error: BaseException, describe: Callable[[], str], *others: type[BaseException]) -> BaseException:
     """An error that may be raised in a coroutine.
 
     Neither StopIteration nor asyncio's CancelledError may reach one as themselves: the first would end it silently
-    or hang its future, the other would pass for a cancellation of the waiter. They become the cause of a RuntimeError.
+    or hang its future, the other would pass for a cancellation of the waiter. They, and `others`, become the cause of
+    a RuntimeError.
     """
-    if not isinstance(error, StopIteration | asyncio.CancelledError):
+    if not isinstance(error, (StopIteration, asyncio.CancelledError, *others)):
         return error
     box = RuntimeError(f"{describe()} raised {type(error).__name__}")
     box.__cause__ = error

@@ -1,7 +1,7 @@
 """The device thread: the one lock around step, save and summary.
 
 `DeviceExecutor` owns one daemon thread per device name, with an inbox of three lanes, and side threads for work that
-blocks on purpose. Of a round, the thread takes all of the control lane (stop, snapshot), then a bounded number of
+blocks on purpose. In a round, the thread takes what is in the control lane (stop, snapshot), then a bounded number of
 interactive calls, then one turn of one stream; a stream ends its turn at the next step boundary when anybody else
 waits. So neither starves: an interactive call waits for one step at most, a stream for `INTERACTIVE_PER_STEP` calls.
 
@@ -286,8 +286,9 @@ class Device:
 
     def _round(self) -> None:
         control, interactive, streams = self.control, self.interactive, self.streams
-        while control and not self.closed:
-            self._serve(control)
+        for _ in range(len(control)):  # those that come meanwhile have their turn in the next round
+            if not self.closed:
+                self._serve(control)
         taken = 0
         while interactive and not control and not self.closed:
             if taken == INTERACTIVE_PER_STEP and (streams or self.kicked):

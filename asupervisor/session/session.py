@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import tensorflow as tf
 
@@ -73,6 +73,19 @@ class SessionStatistics:
     held: int
     streams: int
     device: DeviceStatistics
+
+
+class Plans(Protocol):
+    """What a session asks of its plans; `PlanCache` answers, or what stands in for it."""
+
+    def peek(self, fetches: Any, feed_dict: Any = None) -> Any:
+        """The plan if it is known, else None; on the event loop, cheap."""
+
+    def plan(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
+        """The plan; on a thread."""
+
+    def drop(self) -> None:
+        """Forget all plans, before the session closes."""
 
 
 class RunCall(Call):
@@ -167,8 +180,9 @@ class AsyncSession:
         self._coordinator = coordinator
         self._emit = emit
         self._close = close
-        self._plans = PlanCache(raw, global_step=global_step)
+        self._plans: Plans = PlanCache(raw, global_step=global_step)
         self._runs = TrainingRuns(raw, emit)
+        self._siblings: list[AsyncSession] = []
         self._held: deque[Any] = deque()
         self._streams: set[Steps] = set()
         self._loop: Any = _running_loop() or _UNBOUND
@@ -232,7 +246,7 @@ class AsyncSession:
             device.submit_side(call)
         else:
             device.submit(call, device.interactive)
-            if self._watch is None and plan.may_wait:
+            if plan.may_wait:
                 self._watch_later()
         return await call
 
@@ -248,8 +262,7 @@ class AsyncSession:
         device = self._device
         idle = device.idle()
         device.submit(call, device.interactive)
-        if self._watch is None:
-            self._watch_later()
+        self._watch_later()
         if not idle:
             device.side.submit(lambda: self._divert(call), "plan")
 
@@ -419,6 +432,27 @@ class AsyncSession:
             raise SessionClosed(self.name)
         return self.executor.call_blocking(self._entered, fn, args, label=_label(fn))
 
+    def sibling(self, plans: Callable[[Any], Plans]) -> AsyncSession:
+        """The same TensorFlow session, counted and paused together with this one, whose runs are planned differently.
+
+        Args:
+            plans: Makes its plans from this session's.
+        """
+        sibling = AsyncSession(
+            self.raw,
+            self.executor,
+            coordinator=self._coordinator,
+            emit=self._emit,
+            close=self.close,
+            name=self.name,
+            starved_after_secs=self._starved_after_secs,
+        )
+        sibling._plans = plans(self._plans)
+        sibling._runs = self._runs
+        sibling._step_times, sibling._run_times = self._step_times, self._run_times
+        self._siblings.append(sibling)
+        return sibling
+
     # -------------------------------------------------------------------------------------------- properties
 
     @property
@@ -453,7 +487,7 @@ class AsyncSession:
         """How it stands; any thread."""
         return SessionStatistics(
             name=self.name,
-            runs=self._run_count,
+            runs=sum(session._run_count for session in (self, *self._siblings)),
             training_runs=self._runs.count,
             step_time=Percentiles.of(self._step_times),
             run_time=Percentiles.of(self._run_times),
@@ -473,7 +507,8 @@ class AsyncSession:
     def resume(self) -> None:
         """Undo `pause`; any thread. A requested stop does the same."""
         self._runs.paused = False
-        self._release()
+        for session in (self, *self._siblings):
+            session._release()
 
     def _release(self) -> None:
         while self._held:
@@ -574,12 +609,15 @@ class AsyncSession:
         try:
             return await self._raw_closed.wait(timeout_secs)
         finally:
-            if self._mailbox is not None:
-                mailbox, self._mailbox = self._mailbox, None
-                self._device.detach(mailbox)
+            for session in (self, *self._siblings):
+                if session._mailbox is not None:
+                    mailbox, session._mailbox = session._mailbox, None
+                    self._device.detach(mailbox)
 
     def _end_use(self) -> None:
         """No run starts any more, and what has not started fails."""
+        for sibling in self._siblings:
+            sibling._end_use()
         self.closed = True
         self._runs.failure = None  # its traceback refers to us
         if self._watch is not None:
@@ -622,13 +660,14 @@ class AsyncSession:
                 self._coordinator.add_stop_callback(self._on_stop)
 
     def _watch_later(self) -> None:
-        self._watch = self._loop.call_later(self._starved_after_secs / 2, self._look_for_starved)
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._starved_after_secs / 2, self._look_for_starved)
 
     def _look_for_starved(self) -> None:
         """On the loop, twice a second while runs that may wait are about: name what has waited for too long."""
         self._watch = None
         current = self._device.current
-        if current is None and not self._device.interactive:
+        if current is None and not self._device.interactive and not self._streams:
             return
         self._watch_later()
         if not isinstance(current, RunCall | Steps) or current.session is not self:

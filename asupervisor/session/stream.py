@@ -111,6 +111,7 @@ class Steps:
         """Begin; on the loop."""
         session = self.session
         session._streams.add(self)
+        session._watch_later()
         self._device.sources.add(self)
         if self._max_steps == 0 or session._stopping():
             self.finish("max_steps" if self._max_steps == 0 else "stop")
@@ -338,7 +339,8 @@ class Steps:
         elif isinstance(error, tf.errors.CancelledError) and self.session._stopping():
             self.finish("stop")  # an echo of the stop: a queue or the session was closed under the step
         else:
-            self.finish("error", boxed(error, self.describe))
+            # Raised as itself, StopAsyncIteration would pass for the end of the stream.
+            self.finish("error", boxed(error, self.describe, StopAsyncIteration))
 
     def _feed_failed(self, error: BaseException) -> None:
         self.finish("error", error)

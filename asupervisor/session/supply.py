@@ -247,7 +247,8 @@ class LoopFeed(Feed):
         ready: See `Feed`.
         executor: Whose side threads convert what is large.
         mailbox: How the stream's thread wakes the task.
-        source: The async iterable, or a coroutine function that returns the next feed and ends with None.
+        source: The async iterable, or a coroutine function that returns the next feed and ends with None
+            or StopAsyncIteration.
         lock_step: Pull a feed only when the stream waits for it.
         copy: Whether what it yields must be copied before the next one is pulled.
     """
@@ -337,7 +338,10 @@ class LoopFeed(Feed):
         else:
 
             async def pull() -> Any:
-                feed_dict = await source()
+                try:
+                    feed_dict = await source()
+                except StopAsyncIteration:
+                    return END
                 return END if feed_dict is None else feed_dict
 
         return pull
