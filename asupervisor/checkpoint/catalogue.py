@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,7 @@ class Entry:
         manifest: Its manifest, or None.
         listed: Its place in the state file, or None.
         time_secs: Publication by the manifest, or modification of the index; seconds since the epoch.
+        own: Whether its name is one of this run's kind, not one of another saver's (a "best-30" of the user's).
     """
 
     directory: Path
@@ -51,6 +52,7 @@ class Entry:
     manifest: mf.Manifest | None
     listed: int | None
     time_secs: float
+    own: bool = True
 
     @property
     def prefix(self) -> str:
@@ -65,7 +67,7 @@ class Entry:
     @property
     def managed(self) -> bool:
         """Whether this directory's runs wrote it, so that retention may delete it."""
-        return self.manifest is not None or self.listed is not None
+        return self.manifest is not None or (self.own and self.listed is not None)
 
     def paths(self) -> list[Path]:
         """All its files, the index first (without it no reader takes the rest for a checkpoint)."""
@@ -125,7 +127,7 @@ class Entry:
             bytes=self.bytes,
             kind=self.kind,
             time_secs=self.time_secs,
-            run_id=self.manifest.run_id if self.manifest else None,
+            run_id=self.manifest.run_id if self.manifest and self.manifest.run_id != mf.ADOPTED else None,
             managed=self.managed,
             nonfinite=self.manifest.nonfinite if self.manifest else (),
             damage=self.evident_damage(),
@@ -156,6 +158,11 @@ class Catalogue:
     def regular(self) -> list[Entry]:
         """The checkpoints that may be restored without being named, oldest first."""
         return self.of(Kind.REGULAR)
+
+    @property
+    def unadopted(self) -> list[Entry]:
+        """Those that TensorFlow wrote and its state file lists, oldest first: ours by name, and without a manifest."""
+        return [entry for entry in self.regular if entry.managed and entry.manifest is None]
 
     @property
     def next_sequence(self) -> int:
@@ -264,9 +271,10 @@ def scan(directory: Path, basename: str, latest_filename: str = "checkpoint") ->
                 manifest,
                 listed,
                 manifest.time_secs if manifest else mtimes[anchor],
+                parse_name(name, basename) is not None,
             )
         )
-    return Catalogue(directory, state, tuple(_in_order(entries, basename)), _quarantined(directory))
+    return Catalogue(directory, state, tuple(_in_order(entries)), _quarantined(directory))
 
 
 def _is_stale(name: str, mtimes: Mapping[str, float]) -> bool:
@@ -288,7 +296,7 @@ def _quarantined(directory: Path) -> tuple[str, ...]:
         return ()
 
 
-def _in_order(entries: Iterable[Entry], basename: str) -> list[Entry]:
+def _in_order(entries: Sequence[Entry]) -> list[Entry]:
     def step(entry: Entry) -> tuple[int, float]:
         return (-1 if entry.step is None else entry.step, entry.time_secs)
 
@@ -297,8 +305,8 @@ def _in_order(entries: Iterable[Entry], basename: str) -> list[Entry]:
 
     # Another saver's checkpoints (a "best-30" of the user's own) come first: they may be restored when nothing else
     # is left, but a state file that such a saver overwrote does not push ours aside.
-    foreign = [entry for entry in entries if parse_name(entry.name, basename) is None]
-    own = [entry for entry in entries if parse_name(entry.name, basename) is not None]
+    foreign = [entry for entry in entries if not entry.own]
+    own = [entry for entry in entries if entry.own]
     listed = sorted((e for e in own if e.listed is not None), key=lambda e: e.listed or 0)
     unlisted = [e for e in own if e.listed is None]
     if not listed:

@@ -110,9 +110,10 @@ class LogdirLock:
         if lock is None:
             return
         with contextlib.suppress(OSError):
-            if self._holder().get("run_id") == self.run_id:
+            holder = self._holder()
+            if holder.get("pid") == os.getpid() and holder.get("run_id") == self.run_id:
                 (self.logdir / HOLDER_NAME).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: in the child of a fork it is not ours
             lock.release(force=True)
 
     def _same_file(self) -> bool:

@@ -21,6 +21,10 @@ from asupervisor.checkpoint.records import Kind
 
 SUFFIX = ".manifest"
 FORMAT = 1
+NO_CHECKSUM = "none"
+"""Stands for the algorithm where sizes are all that is known."""
+ADOPTED = "tensorflow"
+"""Stands for the run of a checkpoint that TensorFlow wrote without us."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,12 +140,13 @@ class Writer:
             kind=kind,
             files=facts,
             algorithm=fs.PREFERRED_ALGORITHM,
-            sequence=before.next_sequence,
+            sequence=before.next_sequence + len(before.unadopted),
             time_secs=now_secs,
             began_at_secs=before.began_at_secs(now_secs),
             run_id=self._run_id,
             nonfinite=tuple(nonfinite),
         )
+        self._adopt(before)
         self._faults("before-record")
         fs.write_atomically(temporary / _RECORD, manifest.to_json())
         self._faults("after-record")
@@ -155,6 +156,26 @@ class Writer:
             self.write_state()
         self._faults("after-state")
         return manifest
+
+    def _adopt(self, catalogue: cat.Catalogue) -> None:
+        """Give TensorFlow's own checkpoints, those of the state file, a manifest without checksums.
+
+        From here on they are ours to rotate, and remain so when the state file no longer lists them: a crash between
+        that and their deletion leaves nothing behind that nobody feels responsible for.
+        """
+        for sequence, entry in enumerate(catalogue.unadopted, catalogue.next_sequence):
+            manifest = mf.Manifest(
+                name=entry.name,
+                step=entry.step,
+                kind=entry.kind,
+                files={name: mf.FileFacts(size, "") for name, size in entry.files.items()},
+                algorithm=mf.NO_CHECKSUM,
+                sequence=sequence,
+                time_secs=entry.time_secs,
+                began_at_secs=catalogue.began_at_secs(entry.time_secs),
+                run_id=mf.ADOPTED,
+            )
+            fs.write_atomically(self.directory / f"{entry.name}{mf.SUFFIX}", manifest.to_json())
 
     def _move_into_place(self, temporary: Path, manifest: mf.Manifest) -> None:
         # The index comes last: without it nobody takes the other files for a checkpoint.
@@ -233,13 +254,6 @@ class Writer:
         manifest = self.directory / f"{entry.name}{mf.SUFFIX}"
         tombstone = self.directory / f".{entry.name}{_TOMBSTONE}"
         self._faults("before-delete")
-        if entry.manifest is None:
-            # One of TensorFlow's own: it gets a manifest first, so that a crash on the way leaves a trace.
-            facts = {name: mf.FileFacts(size, "") for name, size in entry.files.items()}
-            adopted = mf.Manifest(
-                entry.name, entry.step, entry.kind, facts, "none", 0, entry.time_secs, entry.time_secs, self._run_id
-            )
-            fs.write_atomically(manifest, adopted.to_json())
         manifest.replace(tombstone)
         self._faults("after-tombstone")
         for path in entry.paths():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,3 +162,29 @@ def restored_step(
             return step
 
     return restore
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Any:
+    """Makes small file systems in memory, where this process may mount some."""
+
+    class Mounted:
+        def __init__(self) -> None:
+            self.places: list[Path] = []
+
+        def __call__(self, size: str = "16m") -> Path:
+            place = tmp_path / f"mount{len(self.places)}"
+            place.mkdir()
+            done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
+            if done.returncode:
+                pytest.skip("may not mount a file system here")
+            self.places.append(place)
+            return place
+
+        def read_only(self, place: Path) -> None:
+            subprocess.run(["mount", "-o", "remount,ro", place], check=True, capture_output=True)
+
+    mounts = Mounted()
+    yield mounts
+    for place in mounts.places:
+        subprocess.run(["umount", "-l", place], check=True, capture_output=True)

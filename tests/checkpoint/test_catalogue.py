@@ -1,0 +1,248 @@
+"""What is on disk, in which order, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from asupervisor.checkpoint import catalogue as cat
+from asupervisor.checkpoint import manifest as mf
+from asupervisor.checkpoint.records import Kind
+from asupervisor.checkpoint.verify import damage_of
+
+tf1 = tf.compat.v1
+
+
+def names(directory: Path, basename: str = "model.ckpt") -> list[str]:
+    return [entry.name for entry in cat.scan(directory, basename).regular]
+
+
+def plain(model: Any, directory: Path, *steps: int, basename: str = "model.ckpt", **arguments: Any) -> None:
+    """Write checkpoints as TensorFlow alone does."""
+    directory.mkdir(exist_ok=True)
+    with model.session() as raw, model.graph.as_default():
+        raw.run(model.init)
+        for step in steps:
+            while int(raw.run(model.step)) < step:
+                raw.run(model.train)
+            model.saver.save(raw, str(directory / basename), global_step=step, **arguments)
+
+
+def test_empty_and_absent(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "absent"):
+        catalogue = cat.scan(directory, "model.ckpt")
+        assert catalogue.entries == () and catalogue.evidence() is None
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        cat.scan(tmp_path / "file", "model.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.ckpt", (None, Kind.REGULAR)),
+        ("model.ckpt-0", (0, Kind.REGULAR)),
+        ("model.ckpt-00000012", (12, Kind.REGULAR)),
+        ("model.ckpt-7-nonfinite", (7, Kind.NONFINITE)),
+        ("model.ckpt-7-emergency", (7, Kind.EMERGENCY)),
+        ("model.ckpt-emergency", (None, Kind.EMERGENCY)),
+        ("model.ckpt-best", None),
+        ("model.ckpt-7-8", None),
+        ("model.ckpt-", None),
+        ("model.ckpt-²", None),
+        ("model.ckpt2-7", None),
+        ("other-7", None),
+    ],
+)
+def test_names(name: str, expected: Any) -> None:
+    assert cat.parse_name(name, "model.ckpt") == expected
+
+
+def test_order_by_the_state_file(make_model: Any, tmp_path: Path) -> None:
+    """TensorFlow's directories: the list has the last word, not steps or times."""
+    plain(make_model(), tmp_path, 5, 10, 20)
+    os.utime(tmp_path / "model.ckpt-5.index", (2e9, 2e9))
+    assert names(tmp_path) == ["model.ckpt-5", "model.ckpt-10", "model.ckpt-20"]
+    mf.write_state_file(tmp_path / "checkpoint", ["model.ckpt-20", "model.ckpt-5"])
+    assert names(tmp_path) == ["model.ckpt-10", "model.ckpt-20", "model.ckpt-5"]
+
+
+@pytest.mark.parametrize("loss", ["deleted", "empty", "cut", "binary", "blank", "nameless"])
+def test_order_without_a_state_file(loss: str, make_model: Any, tmp_path: Path) -> None:
+    plain(make_model(), tmp_path, 5, 10, 20, 100)
+    state = tmp_path / "checkpoint"
+    if loss == "deleted":
+        state.unlink()
+    else:
+        state.write_bytes(
+            {
+                "empty": b"",
+                "cut": state.read_bytes()[:20],
+                "binary": os.urandom(100),
+                "blank": b"\n \n",
+                "nameless": b'model_checkpoint_path: ""\n',
+            }[loss]
+        )
+    for number, step in enumerate((100, 20, 10, 5)):  # a copy that lost the times, too
+        os.utime(tmp_path / f"model.ckpt-{step}.index", (1e9 + number, 1e9 + number))
+    assert names(tmp_path) == [f"model.ckpt-{step}" for step in (5, 10, 20, 100)]
+    assert (cat.scan(tmp_path, "model.ckpt").state.problem is None) == (loss == "deleted")
+
+
+def test_order_of_ours(trained: Any) -> None:
+    _, store = trained(3, 5, 9)
+    assert names(store.directory) == ["model.ckpt-3", "model.ckpt-5", "model.ckpt-9"]
+    (store.directory / "checkpoint").unlink()
+    assert names(store.directory) == ["model.ckpt-3", "model.ckpt-5", "model.ckpt-9"]
+
+
+def test_published_just_before_a_crash(trained: Any) -> None:
+    """The state file was not written any more: the manifest tells that it is the newest."""
+    _, store = trained(3, 5, 9)
+    mf.write_state_file(store.directory / "checkpoint", ["model.ckpt-3", "model.ckpt-5"])
+    assert names(store.directory)[-1] == "model.ckpt-9"
+
+
+def test_spared_for_its_age_is_not_the_newest(trained: Any) -> None:
+    _, store = trained(3, 5, 9)
+    mf.write_state_file(store.directory / "checkpoint", ["model.ckpt-5", "model.ckpt-9"])
+    assert names(store.directory)[0] == "model.ckpt-3"
+
+
+def test_a_savers_own_best_does_not_push_ours_aside(trained: Any, make_model: Any) -> None:
+    """Another saver in the same directory overwrites the state file with its own list."""
+    _, store = trained(3, 5)
+    plain(make_model(), store.directory, 2, basename="best")
+    assert names(store.directory) == ["best-2", "model.ckpt-3", "model.ckpt-5"]
+
+
+def test_tensorflow_goes_on_after_us(trained: Any, make_model: Any) -> None:
+    """It restored our step 5 and saved it once more under its name: our manifest no longer tells anything about it."""
+    _, store = trained(3, 5)
+    model = make_model()
+    plain(model, store.directory, 5, 8)
+    for suffix in (".index", ".data-00000-of-00001"):
+        os.utime(store.directory / f"model.ckpt-5{suffix}", (2e9, 2e9))
+    catalogue = cat.scan(store.directory, "model.ckpt")
+    by_name = {entry.name: entry for entry in catalogue.regular}
+    assert [entry.name for entry in catalogue.regular] == ["model.ckpt-3", "model.ckpt-5", "model.ckpt-8"]
+    assert by_name["model.ckpt-5"].manifest is None
+    assert damage_of(by_name["model.ckpt-5"]) is None
+
+
+@pytest.mark.parametrize("part", [".index", ".data-00000-of-00001"])
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "flipped"])
+@pytest.mark.parametrize("writer", ["ours", "tensorflow"])
+def test_damage_is_found(writer: str, how: str, part: str, trained: Any, make_model: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "logdir"
+    if writer == "ours":
+        trained(5)
+    else:
+        plain(make_model(), directory, 5)
+    damage(directory / f"model.ckpt-5{part}", how)
+    (entry,) = cat.scan(directory, "model.ckpt").entries
+    reason = damage_of(entry)
+    assert reason
+    if how == "missing":
+        assert f"model.ckpt-5{part} is missing" in reason
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    stat = path.stat()
+    if how == "missing":
+        path.unlink()
+        return
+    if how == "empty":
+        path.write_bytes(b"")
+    elif how == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        middle = 20 if path.suffix == ".index" else len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :])
+    os.utime(path, (stat.st_atime, stat.st_mtime))
+
+
+@pytest.mark.parametrize("how", ["cut", "binary", "renamed", "later format", "not ours"])
+def test_a_bad_manifest_is_no_manifest(how: str, trained: Any) -> None:
+    _, store = trained(3, 5)
+    path = store.directory / "model.ckpt-5.manifest"
+    text = path.read_text()
+    if how == "cut":
+        path.write_text(text[:50])
+    elif how == "binary":
+        path.write_bytes(os.urandom(60))
+    elif how == "renamed":
+        shutil.copy(store.directory / "model.ckpt-3.manifest", path)
+    elif how == "later format":
+        path.write_text(json.dumps(json.loads(text) | {"format": 2}))
+    else:
+        path.write_text("[1]")
+    entry = cat.scan(store.directory, "model.ckpt").regular[-1]
+    assert entry.name == "model.ckpt-5" and entry.manifest is None and entry.managed
+    assert damage_of(entry) is None
+
+
+def test_without_the_checksums_library(trained: Any, monkeypatch: Any) -> None:
+    """A manifest whose checksum cannot be computed here: TensorFlow's own decide."""
+    _, store = trained(5)
+    monkeypatch.delitem(cat.fs.ALGORITHMS, cat.fs.PREFERRED_ALGORITHM)
+    (entry,) = cat.scan(store.directory, "model.ckpt").entries
+    assert not entry.checksummed
+    assert damage_of(entry) is None
+    damage(store.directory / "model.ckpt-5.data-00000-of-00001", "flipped")
+    assert damage_of(entry)
+
+
+def test_foreign_files_are_not_seen(trained: Any) -> None:
+    _, store = trained(5)
+    for name in (
+        "notes.txt",
+        "model.ckpt-5.txt",
+        "events.out.tfevents.1",
+        "graph.pbtxt",
+        "other-3.index",
+        "model.ckpt",
+    ):
+        (store.directory / name).write_text("mine")
+    (store.directory / "model.ckpt-9.index").mkdir()
+    assert [entry.name for entry in cat.scan(store.directory, "model.ckpt").entries] == ["model.ckpt-5"]
+
+
+def test_public_list(trained: Any, tmp_path: Path) -> None:
+    _, store = trained(3, 5)
+    (store.directory / "model.ckpt-3.index").unlink()
+    first, second = cat.checkpoints(store.directory)
+    assert (first.step, first.damage) == (3, "model.ckpt-3.index is missing")
+    assert (second.step, second.damage, second.kind, second.managed) == (5, None, Kind.REGULAR, True)
+    assert second.run_id == store.run_id and second.bytes > 0
+    assert second.prefix == str(store.directory / "model.ckpt-5")
+    assert cat.checkpoints(tmp_path / "absent") == []
+
+
+def test_state_file_entries(tmp_path: Path) -> None:
+    state = tmp_path / "checkpoint"
+    state.write_text(
+        'model_checkpoint_path: "/elsewhere/model.ckpt-9"\n'
+        'all_model_checkpoint_paths: "../outside/model.ckpt-1"\n'
+        'all_model_checkpoint_paths: "runs/x/model.ckpt-2"\n'
+        'all_model_checkpoint_paths: "./model.ckpt-3"\n'
+    )
+    read = mf.read_state_file(state)
+    assert read.names == ("model.ckpt-2", "model.ckpt-3", "model.ckpt-9")
+    assert read.relocated and read.problem is None
+
+
+def test_relative_names_are_written(trained: Any, tmp_path: Path) -> None:
+    _, store = trained(3, 5)
+    text = (store.directory / "checkpoint").read_text()
+    assert str(tmp_path) not in text
+    state = tf.train.get_checkpoint_state(store.logdir)
+    assert state.model_checkpoint_path == str(store.directory / "model.ckpt-5")
+    assert list(state.all_model_checkpoint_paths) == [str(store.directory / f"model.ckpt-{n}") for n in (3, 5)]

@@ -1,0 +1,226 @@
+"""Places that go wrong: full, read-only, forbidden, gone. A save fails, everything else goes on, saves recover."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from asupervisor.checkpoint.lock import LogdirLock
+from asupervisor.errors import LogdirNotWritable
+
+
+def session_with(model: Any, store: Any) -> Any:
+    raw = model.session()
+    raw.run(model.init)
+    store.claim(None)
+    return raw
+
+
+def test_disk_full(make_model: Any, make_store: Any, mounted: Any, restored_step: Any) -> None:
+    """10: nothing is written where it cannot fit, old checkpoints stay, and it works again when there is room."""
+    place = mounted("4m")
+    model = make_model(parts=3, size=50_000)
+    store = make_store(model, place / "logdir")
+    with session_with(model, store) as raw:
+        raw.run(model.train)
+        store.publish(store.snapshot(raw))
+        (place / "filler").write_bytes(b"x" * (2 << 20))
+        raw.run(model.train)
+        snapshot = store.snapshot(raw)
+        with pytest.raises(OSError, match="are free") as caught:
+            store.publish(snapshot)
+        assert caught.value.errno == errno.ENOSPC
+        assert snapshot.held.released
+        assert [path.name for path in store.directory.glob(".*")] == []
+        assert store.latest_good().step == 1
+        raw.run(model.train)
+        (place / "filler").unlink()
+        store.publish(store.snapshot(raw))
+    assert store.latest_good().step == 3
+
+
+def test_disk_full_in_the_middle_of_a_write(
+    make_model: Any, make_store: Any, mounted: Any, monkeypatch: Any, values_in: Any
+) -> None:
+    """Somebody else takes the room after we looked: what was begun is removed."""
+    place = mounted("4m")
+    model = make_model(parts=3, size=50_000)
+    store = make_store(model, place / "logdir")
+    monkeypatch.setattr("asupervisor.checkpoint.files.check_space", lambda directory, needed: None)
+    with session_with(model, store) as raw:
+        store.publish(store.snapshot(raw))
+        for left in range(0, 700_000, 100_000):
+            filler = place / "filler"
+            filler.write_bytes(b"")
+            free = shutil.disk_usage(place).free
+            filler.write_bytes(b"x" * (free - left))
+            raw.run(model.train)
+            with pytest.raises(OSError) as caught:
+                store.publish(store.snapshot(raw))
+            assert caught.value.errno == errno.ENOSPC
+            assert [path.name for path in store.directory.glob(".*")] == []
+            assert values_in(tf.train.latest_checkpoint(store.logdir)) == {0.0}
+            filler.unlink()
+        info = store.publish(store.snapshot(raw))
+    assert values_in(info.prefix) == {float(info.step)}
+
+
+@pytest.mark.parametrize("point", ["after-record", "before-rename.index", "before-manifest", "before-state"])
+def test_read_only_from_one_moment_on(
+    point: str, make_model: Any, make_store: Any, mounted: Any, values_in: Any, restored_step: Any
+) -> None:
+    """A disk that the system made read-only after an error: the old checkpoint is restored, or the new one, whole."""
+    place = mounted()
+    armed: list[str] = []
+
+    def freeze(name: str) -> None:
+        if name in armed:
+            armed.clear()
+            mounted.read_only(place)
+
+    model = make_model()
+    store = make_store(model, place / "logdir", faults=freeze)
+    with session_with(model, store) as raw:
+        raw.run(model.train)
+        store.publish(store.snapshot(raw))
+        armed.append(point)
+        raw.run(model.train)
+        with pytest.raises(OSError) as caught:
+            store.publish(store.snapshot(raw))
+        assert caught.value.errno == errno.EROFS
+        assert not armed
+        raw.run(model.train)
+        with pytest.raises(OSError):
+            store.publish(store.snapshot(raw))
+        subprocess.run(["mount", "-o", "remount,rw", place], check=True)
+        raw.run(model.train)
+        info = store.publish(store.snapshot(raw))
+    assert info.step == 4 and values_in(info.prefix) == {4.0}
+    assert [path.name for path in store.directory.glob(".*")] == []
+    assert restored_step(place / "logdir") == 4
+
+
+def test_directory_removed_while_running(make_model: Any, make_store: Any, values_in: Any) -> None:
+    model = make_model()
+    store = make_store(model)
+    lock = store.lock = LogdirLock(store.directory)
+    lock.acquire()
+    with session_with(model, store) as raw:
+        store.publish(store.snapshot(raw))
+        shutil.rmtree(store.directory)
+        raw.run(model.train)
+        info = store.publish(store.snapshot(raw))
+        assert values_in(info.prefix) == {1.0}
+    with pytest.raises(Exception, match="in use"):  # the lock was taken again in the new place
+        LogdirLock(store.directory, timeout_secs=0).acquire()
+    lock.release()
+
+
+def test_place_gone_and_back(make_model: Any, make_store: Any, tmp_path: Path, values_in: Any) -> None:
+    """The disk is away: saves fail, and recover when it is back. Nothing is made above the directory meanwhile."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    model = make_model()
+    store = make_store(model, disk / "logdir")
+    with session_with(model, store) as raw:
+        store.publish(store.snapshot(raw))
+        disk.rename(tmp_path / "away")
+        raw.run(model.train)
+        with pytest.raises(FileNotFoundError):
+            store.publish(store.snapshot(raw))
+        assert not disk.exists()
+        (tmp_path / "away").rename(disk)
+        info = store.publish(store.snapshot(raw))
+    assert [record.step for record in store.checkpoints()] == [0, 1]
+    assert values_in(info.prefix) == {1.0}
+
+
+def test_directory_removed_in_the_middle_of_a_write(make_model: Any, make_store: Any, tmp_path: Path) -> None:
+    model = make_model()
+    armed = ["before-write"]
+
+    def remove(name: str) -> None:
+        if name in armed:
+            armed.clear()
+            shutil.rmtree(tmp_path / "logdir")
+
+    store = make_store(model, faults=remove)
+    with session_with(model, store) as raw:
+        with pytest.raises((OSError, tf.errors.OpError)):
+            store.publish(store.snapshot(raw))
+        assert store.publish(store.snapshot(raw)).step == 0
+
+
+CHILD = """
+import os, sys
+import numpy as np, tensorflow as tf
+from asupervisor.checkpoint.store import CheckpointStore
+tf1 = tf.compat.v1
+graph = tf.Graph()
+with graph.as_default():
+    variable = tf1.get_variable("v", [1000])
+    saver, init = tf1.train.Saver(), tf1.global_variables_initializer()
+store = CheckpointStore(sys.argv[1], graph, saver)
+store.claim(None)
+os.setgid(65534); os.setuid(65534)
+with tf1.Session(graph=graph) as raw:
+    raw.run(init)
+    for _ in range(2):
+        try:
+            print("saved", store.publish(store.snapshot(raw)).prefix)
+        except OSError as error:
+            print("refused", type(error).__name__, error.errno)
+        sys.stdout.flush()
+        sys.stdin.readline()
+"""
+
+
+def test_permission_denied(tmp_path: Path, fresh_environ: dict[str, str]) -> None:
+    """In a process that is not root, for whom permissions mean something."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    logdir = tmp_path / "logdir"
+    logdir.mkdir(mode=0o755)
+    for parent in logdir.parents:
+        if parent.stat().st_mode & 0o001 == 0:
+            parent.chmod(parent.stat().st_mode | 0o011)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, logdir],
+        env=fresh_environ,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdin and child.stdout
+    assert child.stdout.readline() == "refused PermissionError 13\n"
+    logdir.chmod(0o777)
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert child.stdout.readline().startswith("saved")
+    child.communicate("\n", timeout=30)
+    assert child.returncode == 0
+    with pytest.raises(LogdirNotWritable, match="Not a directory"):
+        (tmp_path / "file").touch()
+        LogdirLock(tmp_path / "file" / "logdir").acquire()
+
+
+def test_a_full_disk_for_the_state_file_only(trained: Any, monkeypatch: Any, restored_step: Any) -> None:
+    """The checkpoint is published by then: the error tells, and the next run finds it."""
+    trained(1)
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asupervisor.checkpoint.manifest.write_state_file", fail)
+        with pytest.raises(OSError, match="No space"):
+            trained(2)
+    assert restored_step() == 2
