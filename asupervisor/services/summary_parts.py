@@ -189,10 +189,14 @@ def _taints(graph: tf.Graph, roots: Sequence[Any]) -> dict[tf.Operation, Taint]:
     todo = list(dict.fromkeys(_op(root) for root in roots))
     taints = dict.fromkeys(todo, Taint.NONE)
     spreading = []
+    plain: dict[str, bool] = {}
     while todo:
         op = todo.pop()
-        own = _own_taint(graph, op)
-        if own:
+        op_type = op.type
+        is_plain = plain.get(op_type)
+        if is_plain is None:
+            is_plain = plain[op_type] = _only_computes(op)
+        if not is_plain and (own := _own_taint(graph, op)):
             spreading.append((op, own))
         for source in (*(tensor.op for tensor in op.inputs), *op.control_inputs):
             users.setdefault(source, []).append(op)
@@ -205,6 +209,18 @@ def _taints(graph: tf.Graph, roots: Sequence[Any]) -> dict[tf.Operation, Taint]:
             taints[op] |= taint
             spreading += [(user, taint) for user in users.get(op, ())]
     return taints
+
+
+def _only_computes(op: tf.Operation) -> bool:
+    """Whether no op of this type adds anything of its own; asked once for each type, not for each op."""
+    if op.type in _FED or effects.effects_of(op.type) is not None or _functions_of(op):
+        return False
+    definition = op.op_def
+    return not definition.is_stateful and not _takes_handles(definition)
+
+
+def _takes_handles(definition: Any) -> bool:
+    return any(argument.is_ref or argument.type == tf.resource.as_datatype_enum for argument in definition.input_arg)
 
 
 def _own_taint(graph: tf.Graph, op: tf.Operation) -> Taint:
@@ -232,12 +248,11 @@ def _own_taint(graph: tf.Graph, op: tf.Operation) -> Taint:
             or touches.may_wait
         )
         return Taint.DATA if effect else Taint.NONE
-    definition = op.op_def
-    if any(argument.is_ref or argument.type == tf.resource.as_datatype_enum for argument in definition.input_arg):
+    if _takes_handles(op.op_def):
         if all(_op(tensor).type in effects.EPHEMERAL for tensor in op.inputs if not _is_data(tensor)):
             return Taint.NONE
         return Taint.DATA
-    if definition.is_stateful and all(_is_data(tensor) for tensor in op.outputs):
+    if op.op_def.is_stateful and all(_is_data(tensor) for tensor in op.outputs):
         return Taint.CHANCE
     return Taint.NONE
 

@@ -128,6 +128,7 @@ class Sink(Generic[T]):
         self._closing = False
         self._ended = False
         self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
         self._statistics = SinkStatistics()
 
     @property
@@ -336,6 +337,7 @@ class Sink(Generic[T]):
 
     def _failed(self, error: Exception, *, first: bool, retry_secs: float | None) -> None:
         with self._changed:
+            self._error = error
             self._statistics = replace(self._statistics, last_error=describe(error))
         if first:  # one report per outage: the log must not grow while the disk is full
             hope = "given up" if retry_secs is None else f"the next try is in {retry_secs:g} s"
@@ -371,5 +373,5 @@ class Sink(Generic[T]):
                 lost=lost,
                 dropped=overflow,
             )
-        for waiter in waiters:
-            waiter.resolve(None)
+        for waiter in waiters:  # a flush that came late learns that it was in vain
+            waiter.resolve(self._error if lost else None)

@@ -280,14 +280,15 @@ async def test_after_closing_records_are_refused_and_reported_once(tmp_path: Pat
 
 async def test_f11_the_writer_is_released_at_close(tmp_path: Path) -> None:
     """31 sessions: no thread and no descriptor stays, each has its file. TensorFlow's cache keeps all of them."""
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    descriptors = Path("/proc/self/fd")
+    threads, files = threading.active_count(), len(list(descriptors.glob("*")))
     for number in range(31):
         writer = EventFileWriter(tmp_path / str(number % 3))
         writer.add_summary(scalar("a", number), number)
         assert await writer.aclose()
         assert writer.thread is not None and not writer.thread.is_alive()
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(list(descriptors.glob("*"))) == files
     assert len(list(tmp_path.glob("*/events*"))) == 31
 
 
@@ -494,6 +495,45 @@ async def test_cancelled_close_lets_the_thread_finish(tmp_path: Path, fake_file:
     assert writer.thread is not None
     await asyncio.to_thread(writer.thread.join, 20)
     assert [e.step for e in read_events(writer.path)] == [0, 1]
+
+
+async def test_a_flush_during_a_failing_close_raises(tmp_path: Path, fake_file: Any) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    class FullFile(fake_file):  # type: ignore[misc]
+        def flush(self) -> None:
+            writing.set()
+            assert go_on.wait(30)
+            raise OSError(28, "No space left on device")
+
+    writer = EventFileWriter(tmp_path, open_file=FullFile)
+    writer.add_summary(scalar("a", 1), 1)
+    await asyncio.to_thread(writing.wait, 20)
+    writer.close_soon()
+    flush = asyncio.create_task(writer.flush(20))
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(OSError, match="No space"):
+        await flush
+    assert not await writer.aclose(20)
+
+
+async def test_a_blocked_file_of_tensorflow_does_not_hold_the_interpreter(tmp_path: Path) -> None:
+    """Every other thread would stand still if TensorFlow kept the interpreter's lock while it writes."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        writer = EventFileWriter(tmp_path, open_file=lambda path: tf.io.TFRecordWriter(str(pipe)))
+        writer.add_summary(scalar("t" * 1_000_000, 1), 1)  # more than a pipe takes
+        assert not await writer.aclose(0.2)
+        while writer.thread is not None and writer.thread.is_alive():
+            try:
+                os.read(reader, 1 << 20)
+            except BlockingIOError:
+                await asyncio.sleep(0.001)
+    finally:
+        os.close(reader)
 
 
 async def test_close_soon_needs_no_loop(tmp_path: Path, read_events: Any) -> None:
