@@ -54,12 +54,14 @@ def train(examples: Path, python: str, fresh_environ: dict[str, str], tmp_path: 
 def start(examples: Path, python: str, fresh_environ: dict[str, str]) -> Iterator[Callable[..., Any]]:
     """Start an example with its error output on a terminal: the process, and a function that reads that."""
     import pty
+    import termios
 
     running: list[subprocess.Popen[str]] = []
     ours: list[int] = []
 
     def begin(script: str, *arguments: str) -> tuple[subprocess.Popen[str], Callable[[str], re.Match[str]]]:
         screen, terminal = pty.openpty()
+        termios.tcsetwinsize(terminal, (40, 150))
         process = subprocess.Popen(
             [python, str(examples / script), *arguments],
             env=fresh_environ,
@@ -236,8 +238,8 @@ def test_f25_the_session_as_a_fixture_of_any_scope(
     source = (examples / "test_training.py").read_text().replace("asyncio\n\n\n@", "asyncio(SCOPE)\n\n\n@")
     if scope != "function":
         source = source.replace("@pytest_asyncio.fixture\n", f"@pytest_asyncio.fixture(scope='{scope}', SCOPE)\n")
-        for name in ("model", "supervisor"):
-            source = source.replace(f"@pytest.fixture\ndef {name}(", f"@pytest.fixture(scope='{scope}')\ndef {name}(")
+        wider = f"@pytest.fixture(scope='{scope}')\\ndef "
+        source = re.sub(r"@pytest\.fixture(\(scope=\"module\"\))?\ndef ", wider, source)
         source = source.replace("tmp_path: Path", "tmp_path_factory: pytest.TempPathFactory")
         source = source.replace("tmp_path /", "tmp_path_factory.mktemp('run') /")
         # One session for all tests: what depends on a new one is left out.

@@ -101,7 +101,7 @@ class Snapshot:
         found: list[str] = []
         deadline = time.monotonic() + patience_secs
         found += _patiently(self._thread_leaks, deadline)
-        if "files" in self.kinds:
+        if "files" in self.kinds and not self._wider_session():
             found += _patiently(self._file_leaks, deadline)
         if "environ" in self.kinds:
             found += self._environ_leaks()
@@ -114,10 +114,16 @@ class Snapshot:
             ]
         return found
 
+    def _wider_session(self) -> bool:
+        """Whether a session lives on that a fixture of a wider scope holds: it may start threads at any time."""
+        return any(thread.is_alive() and own_thread(thread) for thread in self._threads)
+
     def _thread_leaks(self) -> list[str]:
         if not self.kinds & {"threads", "sessions"}:
             return []
         left = live_threads() - self._threads
+        if self._wider_session():
+            left = {thread for thread in left if not own_thread(thread)}
         if "threads" not in self.kinds:
             left = {thread for thread in left if own_thread(thread)}
         return sorted(f"thread {t.name!r}{' (daemon)' if t.daemon else ''}" for t in left)

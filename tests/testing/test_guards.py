@@ -305,6 +305,42 @@ def test_unasked_only_our_own_threads_count(outcome) -> None:
     assert "left behind: thread '/cpu:0' (daemon)" in text
 
 
+def test_a_session_of_a_wider_fixture_may_start_threads(outcome) -> None:
+    text = outcome(
+        """
+        ended = threading.Event()
+
+        class Ours(threading.Thread):
+            pass
+
+        Ours.__module__ = "asupervisor.runtime.threads"
+
+        @pytest.fixture(scope="module")
+        def session():
+            ended.clear()
+            thread = Ours(target=ended.wait, name="device", daemon=True)
+            thread.start()
+            yield
+            ended.set()
+            thread.join()
+
+        def test_first(session):
+            Ours(target=ended.wait, name="side", daemon=True).start()
+
+        def test_second(session):
+            threading.Thread(target=ended.wait, name="theirs", daemon=True).start()
+            Ours(target=ended.wait, name="side", daemon=True).start()
+
+        def test_third(session):
+            pass
+        """,
+        passed=3,
+        errors=1,
+    )
+    assert "left behind: thread 'theirs' (daemon)" in text
+    assert "thread 'side'" not in text
+
+
 def test_a_guard_that_does_not_exist(pytester: pytest.Pytester, fresh_environ, plugin_arguments, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", fresh_environ["PYTHONPATH"])
     pytester.makefile(".ini", pytest="[pytest]\nasupervisor_guards = stall\n")
