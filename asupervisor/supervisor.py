@@ -11,6 +11,7 @@ logdir to the STOP record, is `services/run.py`; how a block is entered and left
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -29,9 +30,11 @@ from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.runtime.host import Host
 from asupervisor.runtime.looper import LooperTask, check_arguments
 from asupervisor.runtime.service import Service
+from asupervisor.services import arguments
 from asupervisor.services.run import RunSettings, SupervisedRun
 from asupervisor.services.surroundings import Surroundings
 from asupervisor.session import elements
+from asupervisor.session.arguments import check_init_fn, is_async
 from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
 from asupervisor.summary.adapter import adapt
@@ -81,7 +84,8 @@ class Supervisor:
         recovery_wait_secs: Longest wait between two looks at a model that is not ready, in seconds.
         stop_grace_secs: What services and the body have to end by themselves after a stop, in seconds.
         checkpoint_basename: First part of the names of checkpoints.
-        session_manager: Prepares the sessions; its own settings then hold instead of this supervisor's.
+        session_manager: Prepares the sessions; its own settings then hold instead of this supervisor's. One of
+            TensorFlow's own is replaced by an `asupervisor.SessionManager` with the same settings.
         summary_writer: A `tf.compat.v1.summary.FileWriter` or the like; None for no event file. By default the
             supervisor has its own.
         init_fn: Called after `init_op` with the session: a plain function on the device thread with TensorFlow's
@@ -107,9 +111,9 @@ class Supervisor:
 
     Raises:
         RuntimeError: No graph was given and TensorFlow executes eagerly; or the graph is finalised and incomplete.
-        TypeError: `graph` is not a graph.
-        ValueError: An op belongs to another graph or is an eager tensor; or, for a non-chief, a ref variable has no
-            device.
+        TypeError: `graph` is not a graph, or an argument is of a kind that cannot work.
+        ValueError: An op belongs to another graph or is an eager tensor; a number is negative; or, for a non-chief, a
+            ref variable has no device.
     """
 
     USE_DEFAULT: ClassVar[int] = elements.USE_DEFAULT
@@ -153,9 +157,20 @@ class Supervisor:
         graph = elements.resolve_graph(graph)
         if not is_chief:
             elements.check_devices(graph)
-        if init_fn is not None:
-            check_arguments(init_fn, (None,), {})
-        chief_dir = (os.fspath(logdir) if logdir else None) if is_chief else None
+        directory = arguments.checked_logdir(logdir)
+        chief_dir = directory if is_chief else None
+        check_init_fn(init_fn)
+        arguments.check_interval("save_summaries_secs", save_summaries_secs)
+        arguments.check_interval("save_model_secs", save_model_secs)
+        arguments.check_steps("save_summaries_steps", save_summaries_steps)
+        arguments.check_steps("save_model_steps", save_model_steps)
+        arguments.check_secs("recovery_wait_secs", recovery_wait_secs)
+        arguments.check_secs("stop_grace_secs", stop_grace_secs)
+        arguments.check_basename(checkpoint_basename)
+        arguments.check_saver(None if saver is elements.USE_DEFAULT else saver)
+        arguments.check_executor(executor)
+        clean_types = arguments.checked_clean_types(clean_stop_exception_types)
+        manager = None if session_manager is None else arguments.adapted_session_manager(session_manager, graph)
         self._elements = elements.find_or_add_elements(
             graph,
             ready_op=ready_op,
@@ -170,7 +185,7 @@ class Supervisor:
         self._clock = clock or SystemClock()
         self._hub = EventHub(self.name, self._clock)
         self._coord = Coordinator(
-            clean_stop_exception_types,
+            clean_types,
             consequence_types=(tf.errors.CancelledError,),
             emit=self._hub.emit,
         )
@@ -189,15 +204,12 @@ class Supervisor:
             save_model_secs=save_model_secs or None if is_chief else None,
             save_model_steps=save_model_steps or None if is_chief else None,
             save_on_exit=save_on_exit,
-            fresh_start=fresh_start,
-            nonfinite=nonfinite,
-            retention=retention,
             stop_grace_secs=stop_grace_secs,
             clock=self._clock,
         )
         self._save_summaries_secs = save_summaries_secs if is_chief else None
         self._save_model_secs = save_model_secs if is_chief else None
-        self._session_manager = session_manager or SessionManager(
+        self._session_manager = manager or SessionManager(
             local_init_op=self._elements.local_init_op,
             ready_op=self._elements.ready_op,
             ready_for_local_init_op=self._elements.ready_for_local_init_op,
@@ -212,11 +224,11 @@ class Supervisor:
         self._closes_writer = True
         self._run: SupervisedRun | None = None
         self._host: Host[AsyncSession] | None = None
-        self._store = self._make_store() if self._settings.saves else None
+        self._store = self._make_store(retention, nonfinite, fresh_start) if self._settings.saves else None
         self._writer = self._make_writer(summary_writer) if is_chief else None
         graph.finalize()
 
-    def _make_store(self) -> CheckpointStore:
+    def _make_store(self, retention: Any, nonfinite: NonFinitePolicy, fresh_start: bool) -> CheckpointStore:
         settings = self._settings
         assert settings.logdir is not None
         return CheckpointStore(
@@ -225,9 +237,9 @@ class Supervisor:
             settings.elements.saver,
             basename=settings.checkpoint_basename,
             global_step=settings.elements.global_step,
-            retention=settings.retention,
-            nonfinite=settings.nonfinite,
-            fresh_start=settings.fresh_start,
+            retention=retention,
+            nonfinite=nonfinite,
+            fresh_start=fresh_start,
             init_feed_dict=settings.init_feed_dict,
             clock=self._clock,
             emit=self._hub.emit,
@@ -476,6 +488,17 @@ class Supervisor:
             )
         return host, run
 
+    def _active_with(self, what: str, sess: Any) -> tuple[Host[AsyncSession], SupervisedRun]:
+        """`_active` for a method that is handed the session.
+
+        Raises:
+            ValueError: It is the session of somebody else.
+        """
+        host, run = self._active(what)
+        if isinstance(sess, AsyncSession) and sess is not run.session:
+            raise ValueError(f"{what} of {self.name} was given another session than its own")
+        return host, run
+
     # ------------------------------------------------------------------ services
 
     def start_standard_services(self, sess: AsyncSession) -> list[Service] | None:
@@ -489,6 +512,7 @@ class Supervisor:
 
         Raises:
             RuntimeError: For a non-chief, or without an active session.
+            ValueError: `sess` is another session.
 
         Source: `tf.compat.v1.train.Supervisor.start_standard_services`.
         """
@@ -496,7 +520,7 @@ class Supervisor:
             raise RuntimeError(
                 "Only chief supervisor can start standard services. Because only chief supervisors can write events."
             )
-        host, run = self._active("start_standard_services()")
+        host, run = self._active_with("start_standard_services()", sess)
         return run.start_standard_services(host, sess)
 
     def start_queue_runners(self, sess: AsyncSession, queue_runners: Iterable[Any] | None = None) -> list[Service]:
@@ -512,10 +536,11 @@ class Supervisor:
         Raises:
             RuntimeError: Without an active session.
             TypeError: `sess` is not a session.
+            ValueError: `sess` is another session, or a runner belongs to another graph.
 
         Source: `tf.compat.v1.train.Supervisor.start_queue_runners`.
         """
-        host, run = self._active("start_queue_runners()")
+        host, run = self._active_with("start_queue_runners()", sess)
         return run.start_queue_runners(host, sess, queue_runners)
 
     def loop(
@@ -558,7 +583,7 @@ class Supervisor:
         After a stop it has `stop_grace_secs` to end by itself; then it is cancelled.
 
         Args:
-            async_fn: Coroutine function.
+            async_fn: Coroutine function; or a callable that returns an awaitable, which is called at once.
             *args: Its arguments.
             name: Name of the service.
 
@@ -567,11 +592,27 @@ class Supervisor:
 
         Raises:
             RuntimeError: Without an active session.
-            TypeError: `async_fn` cannot be called with these arguments.
+            TypeError: `async_fn` cannot be called with these arguments, or is not async.
         """
         host, _ = self._active("start_soon()")
+        if inspect.iscoroutine(async_fn):
+            raise TypeError("start_soon() takes a coroutine function and its arguments, not a coroutine: leave out the ()")
         check_arguments(async_fn, args, {})
-        return host.spawn(name or str(getattr(async_fn, "__name__", "task")), async_fn, *args)
+        name = name or str(getattr(async_fn, "__name__", "task"))
+        if is_async(async_fn):
+            return host.spawn(name, async_fn, *args)
+        # Whether a plain callable is meant (a partial, a lambda, a decorated function), only its result can tell.
+        awaitable = async_fn(*args)
+        if not inspect.isawaitable(awaitable):
+            raise TypeError(
+                f"start_soon() needs a coroutine function: {name} returned {awaitable!r}, which cannot be awaited. "
+                "For a plain function use loop(), or asyncio.to_thread."
+            )
+
+        async def run() -> None:
+            await awaitable
+
+        return host.spawn(name, run)
 
     def pause(self) -> None:
         """Hold training runs and streams between two steps; everything else proceeds. A stop releases them."""
@@ -603,13 +644,14 @@ class Supervisor:
 
         Raises:
             TypeError: `summary` is neither.
-            RuntimeError: There is no summary writer: no logdir, none wanted, or a non-chief.
+            RuntimeError: There is no summary writer (no logdir, none wanted, or a non-chief), or no active session.
+            ValueError: `sess` is another session.
 
         Source: `tf.compat.v1.train.Supervisor.summary_computed`.
         """
         if self._writer is None:
             raise RuntimeError("Writing a summary requires a summary writer: pass logdir= or summary_writer=.")
-        await self._active("summary_computed()")[1].summary_computed(sess, summary, global_step)
+        await self._active_with("summary_computed()", sess)[1].summary_computed(summary, global_step)
 
     # ------------------------------------------------------------------ the stop
 
@@ -635,14 +677,15 @@ class Supervisor:
 
         Source: `tf.compat.v1.train.Supervisor.stop`.
         """
-        self._coord.request_stop()
         host, around = self._host, self._around
         if host is None or around is None or host.finished:
+            self._coord.request_stop()
             if around is not None and close_summary_writer:
                 await around.close_writer()
             await self._coord.join(threads, self._settings.stop_grace_secs, ignore_live_threads)
             return
         self._active("stop()")
+        self._coord.request_stop()
         self._closes_writer = close_summary_writer
         try:
             await host.stop(ignore_live_threads)

@@ -13,17 +13,18 @@ Everything here runs on the event loop; what blocks goes to the device thread or
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from asupervisor.checkpoint.records import CheckpointInfo, NonFinitePolicy, Outcome
+from asupervisor.checkpoint.records import CheckpointInfo, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock
-from asupervisor.errors import SessionClosed
+from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.events import Status
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
@@ -43,6 +44,11 @@ class RunSettings:
     """What a supervisor was told, as its sessions use it; see `Supervisor` for the meaning of each.
 
     For a non-chief `logdir` and the intervals are None.
+
+    Attributes:
+        checkpoint_filename_with_path: Checkpoint to restore instead of the logdir's newest.
+        log_step_count_steps: Steps between two records of the training speed, instead of `save_summaries_secs`.
+        write_graph: Whether ``graph.pbtxt`` is written into the logdir.
     """
 
     name: str
@@ -57,11 +63,11 @@ class RunSettings:
     save_model_secs: float | None
     save_model_steps: int | None
     save_on_exit: bool
-    fresh_start: bool
-    nonfinite: NonFinitePolicy
-    retention: Any
     stop_grace_secs: float
     clock: Clock
+    checkpoint_filename_with_path: str | None = None
+    log_step_count_steps: int | None = None
+    write_graph: bool = True
 
     @property
     def saves(self) -> bool:
@@ -142,7 +148,8 @@ class SupervisedRun:
                 master,
                 init_op=elements.init_op,
                 saver=elements.saver,
-                checkpoint_dir=settings.logdir,
+                checkpoint_dir=None if settings.checkpoint_filename_with_path else settings.logdir,
+                checkpoint_filename_with_path=settings.checkpoint_filename_with_path,
                 wait_for_checkpoint=wait_for_checkpoint,
                 max_wait_secs=max_wait_secs,
                 config=config,
@@ -152,7 +159,10 @@ class SupervisedRun:
         else:
             session = await manager.wait_for_session(master, config=config, max_wait_secs=max_wait_secs)
         self._session = session
-        self._start_step = await self._read_step()
+        try:
+            self._start_step = await self._read_step()
+        except tf.errors.FailedPreconditionError:  # nobody was to initialise it, or to check that it is
+            self._start_step = None
         if self._store is not None and settings.saves_by_itself and start_standard_services:
             await session.control(self._store.warm_up)
         self._write_graph()
@@ -177,7 +187,7 @@ class SupervisedRun:
         if self._writer is not None:
             self._writer.add_graph(graph)
             self._writer.add_meta_graph(lambda: export_meta_graph(graph, saver))
-        if self._settings.logdir is not None:
+        if self._settings.logdir is not None and self._settings.write_graph:
             assert self._host is not None
             self._host.spawn("graph.pbtxt", self._write_graph_file, self._settings.logdir, critical=False)
 
@@ -207,7 +217,7 @@ class SupervisedRun:
             "emit": self._emit,
         }
         if self._writer is not None:
-            if elements.global_step is not None:
+            if self._start_step is not None:
                 self._writer.add_session_log("START", self._start_step)
             if elements.summary_op is not None and (settings.save_summaries_secs or settings.save_summaries_steps):
                 self._summaries = SummaryService(
@@ -272,7 +282,7 @@ class SupervisedRun:
             )
         return await self._checkpoints.save()
 
-    async def summary_computed(self, session: AsyncSession, summary: Any, global_step: int | None) -> None:
+    async def summary_computed(self, summary: Any, global_step: int | None) -> None:
         """See `Supervisor.summary_computed`."""
         assert self._writer is not None
         if global_step is None and self._settings.elements.global_step is not None:
@@ -328,6 +338,11 @@ class SupervisedRun:
         host = self._host
         if host is None:
             return
+        if asyncio.get_running_loop() is not host.loop:
+            raise WrongEventLoop(
+                f"the session of {self._settings.name} was closed on another event loop than its own",
+                "Close it there, or call request_stop(), which is safe anywhere.",
+            )
         host.close()
         cancellations = await host.join()
         if cancellations:
