@@ -275,36 +275,38 @@ class SummaryService:
             values: Of the inputs, from the step that has just run; None to compute everything now.
         """
         self._set_alarm()
-        step = None
-        with self._session.graph.as_default():
-            try:
-                if self._global_step is not None:
-                    step = step_value(raw.run(self._global_step))
-                data = self._compute(raw, values, step)
-            except Exception as error:
-                self._failed([], error, step)
-                return
+        try:
+            with self._session.graph.as_default():
+                step, data = self._compute(raw, values)
+        except Exception as error:
+            self._failed([], error, None)
+            return
         if data:
             self.recorded += 1
             self.last_step = step
             self._writer.add_summary(data, step)
             self._emit("summary.recorded", f"summaries recorded at step {step}", level="debug", step=step)
 
-    def _compute(self, raw: Any, values: Sequence[Any] | None, step: int | None) -> bytes:
+    def _compute(self, raw: Any, values: Sequence[Any] | None) -> tuple[int | None, bytes]:
+        """The step and the serialized summaries."""
         parts = self._parts
         assert parts is not None
         feeds = parts.feeds(values) if values is not None else {}
         known = dict(zip(map(id, parts.inputs), values, strict=True)) if values is not None else {}
+        roots = [root for root in parts.roots if id(root) not in known]
+        has_step = self._global_step is not None
+        steps = [self._global_step] if has_step else []
         try:
-            roots = [root for root in parts.roots if id(root) not in known]
-            results = raw.run(roots, feeds) if roots else []
+            results, steps = raw.run([roots, steps], feeds) if roots or steps else ([], [])
+            step = step_value(steps[0]) if has_step else None
             results += [known[id(root)] for root in parts.roots if id(root) in known]
         except tf.errors.OpError as error:
             if isinstance(error, _LOST_SESSION):
                 raise
+            step = step_value(raw.run(self._global_step)) if has_step else None
             results = self._piece_by_piece(raw, feeds, known, error, step)
         # Serialized protos, one after the other, are the serialized merged proto.
-        return b"".join(result for result in results if isinstance(result, bytes))
+        return step, b"".join(result for result in results if isinstance(result, bytes))
 
     def _piece_by_piece(
         self, raw: Any, feeds: dict[Any, Any], known: dict[int, Any], error: Exception, step: int | None
