@@ -147,7 +147,9 @@ class Call(Waiter):
     # ------------------------------------------------------------------------------------ on a worker thread
 
     def work(self) -> bool:
-        """Do the work and keep its outcome; False when it was put aside."""
+        """Do the work and keep its outcome; False when it was put aside, or cancelled as it was taken."""
+        if self.was_cancelled:
+            return False
         self.started = monotonic()
         try:
             value = self.invoke()
@@ -296,6 +298,7 @@ class Mailbox:
         self.rung = True
         self.rung_at = monotonic()
         if not self._bell.ring():
+            self.rung = False
             self._drop_all()
 
     def _drain(self) -> None:

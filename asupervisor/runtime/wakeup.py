@@ -49,6 +49,9 @@ class Doorbell:
             if fd >= 0:
                 os.close(fd)
 
+    def __del__(self) -> None:
+        self.close()
+
 
 class LoopBell:
     """Wakes one event loop, which then calls `on_ring` once for any number of rings before it.
@@ -107,6 +110,11 @@ class LoopBell:
             if not self._loop.is_closed():
                 self._loop.remove_reader(fd)
             os.close(fd)
+
+    def __del__(self) -> None:
+        # A loop that still watches it holds it: so that loop has gone, and left the descriptor open.
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 class Ending:

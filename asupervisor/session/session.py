@@ -20,20 +20,17 @@ import tensorflow as tf
 
 from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.events import EventSink, log_only
-from asupervisor.runtime.calls import HELD, Call, Mailbox, Rendezvous, no_loop_here
-from asupervisor.runtime.device import (
-    DeviceExecutor,
-    DeviceStatistics,
-    Priority,
-    fail_all,
-    refuse_running_loop,
-)
+from asupervisor.runtime.calls import HELD, Mailbox, Rendezvous, no_loop_here
+from asupervisor.runtime.device import DeviceExecutor, DeviceStatistics, Priority, refuse_running_loop
+from asupervisor.runtime.device_thread import fail_all
 from asupervisor.runtime.statistics import Percentiles, window
 from asupervisor.runtime.threads import SideThreads
 from asupervisor.runtime.wakeup import Ending
 from asupervisor.session.blocking import BlockingSession
+from asupervisor.session.calls import RunCall
 from asupervisor.session.plan import PlanCache, RunPlan
 from asupervisor.session.rider import Rider, TrainingRuns
+from asupervisor.session.starvation import StarvationWatch
 from asupervisor.session.stream import Steps, StepStream
 
 if TYPE_CHECKING:
@@ -88,63 +85,6 @@ class Plans(Protocol):
         """Forget all plans, before the session closes."""
 
 
-class RunCall(Call):
-    """One `run` on its way."""
-
-    __slots__ = ("aside", "feed_dict", "fetches", "options", "plan", "run_metadata", "session")
-
-    def __init__(
-        self,
-        session: AsyncSession,
-        mailbox: Mailbox | Rendezvous,
-        fetches: Any,
-        feed_dict: Any,
-        options: Any,
-        run_metadata: Any,
-        plan: RunPlan | None,
-    ) -> None:
-        super().__init__(mailbox, session._emit)
-        self.session = session
-        self.fetches = fetches
-        self.feed_dict = feed_dict
-        self.options = options
-        self.run_metadata = run_metadata
-        self.plan = plan
-        self.aside = False
-
-    def invoke(self) -> Any:
-        """See `Call.invoke`."""
-        return self.session._perform(self)
-
-    def describe(self) -> str:
-        """See `Call.describe`."""
-        return f"run of {describe_fetches(self.fetches)}"
-
-    def withdraw(self) -> bool:
-        """Take it out of whichever lane it is in; `_hold` and `resume` may be moving it at this moment."""
-        while True:
-            lane = self.lane
-            if super().withdraw():
-                return True
-            if lane is self.lane:
-                return False
-
-
-def describe_fetches(fetches: Any) -> str:
-    """Names of the fetches, shortened."""
-    text = repr(_names(fetches))
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _names(fetches: Any) -> Any:
-    if isinstance(fetches, dict):
-        return {key: _names(value) for key, value in fetches.items()}
-    if isinstance(fetches, list | tuple):
-        return [_names(value) for value in fetches]
-    name = getattr(fetches, "name", None)
-    return name if isinstance(name, str) else fetches
-
-
 class AsyncSession:
     """A TensorFlow session for one event loop; its runs are awaited, and never interleave on the device thread.
 
@@ -191,8 +131,7 @@ class AsyncSession:
         self._run_count = 0
         self._raw_closed: Ending | None = None
         self._starved_after_secs = starved_after_secs
-        self._watch: asyncio.TimerHandle | None = None
-        self._starved_since = 0.0
+        self._watch: StarvationWatch | None = None
 
     # ------------------------------------------------------------------------------------------------- runs
 
@@ -247,7 +186,7 @@ class AsyncSession:
         else:
             device.submit(call, device.interactive)
             if plan.may_wait:
-                self._watch_later()
+                self._watch_starvation()
         return await call
 
     async def _run_aside(self, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any) -> Any:
@@ -262,9 +201,12 @@ class AsyncSession:
         device = self._device
         idle = device.idle()
         device.submit(call, device.interactive)
-        self._watch_later()
+        self._watch_starvation()
         if not idle:
-            device.side.submit(lambda: self._divert(call), "plan")
+            try:
+                device.side.submit(lambda: self._divert(call), "plan")
+            except RuntimeError:  # closed in this moment: the call has failed already
+                pass
 
     def _divert(self, call: RunCall) -> None:
         """On a side thread: run the call here if it must not wait for the device thread."""
@@ -485,15 +427,16 @@ class AsyncSession:
 
     def statistics(self) -> SessionStatistics:
         """How it stands; any thread."""
+        everybody = (self, *self._siblings)
         return SessionStatistics(
             name=self.name,
-            runs=sum(session._run_count for session in (self, *self._siblings)),
+            runs=sum(session._run_count for session in everybody),
             training_runs=self._runs.count,
             step_time=Percentiles.of(self._step_times),
             run_time=Percentiles.of(self._run_times),
             paused=self._runs.paused,
-            held=len(self._held),
-            streams=len(self._streams),
+            held=sum(len(session._held) for session in everybody),
+            streams=sum(len(session._streams) for session in everybody),
             device=self.executor.statistics(),
         )
 
@@ -613,6 +556,8 @@ class AsyncSession:
                 if session._mailbox is not None:
                     mailbox, session._mailbox = session._mailbox, None
                     self._device.detach(mailbox)
+                if session is not self:
+                    session._close = _closed_already  # was ours: no cycle is left behind
 
     def _end_use(self) -> None:
         """No run starts any more, and what has not started fails."""
@@ -621,7 +566,7 @@ class AsyncSession:
         self.closed = True
         self._runs.failure = None  # its traceback refers to us
         if self._watch is not None:
-            self._watch.cancel()
+            self._watch.disarm()
             self._watch = None
 
         def error() -> SessionClosed:
@@ -659,43 +604,25 @@ class AsyncSession:
             if self._coordinator is not None:
                 self._coordinator.add_stop_callback(self._on_stop)
 
-    def _watch_later(self) -> None:
+    def _watch_starvation(self) -> None:
         if self._watch is None:
-            self._watch = self._loop.call_later(self._starved_after_secs / 2, self._look_for_starved)
+            self._watch = StarvationWatch(self._starved_after_secs, self._runs_now, self._runs_soon, self._emit)
+        self._watch.arm()
 
-    def _look_for_starved(self) -> None:
-        """On the loop, twice a second while runs that may wait are about: name what has waited for too long."""
-        self._watch = None
+    def _runs_now(self) -> RunCall | Steps | None:
         current = self._device.current
-        if current is None and not self._device.interactive and not self._streams:
-            return
-        self._watch_later()
-        if not isinstance(current, RunCall | Steps) or current.session is not self:
-            return
-        plan, started = current.plan, current.started
-        waited_secs = monotonic() - started
-        if plan is None or not plan.may_wait or waited_secs < self._starved_after_secs:
-            return
-        if self._starved_since == started:  # reported already
-            return
-        self._starved_since = started
-        self._report_starved(plan, current.describe(), waited_secs)
+        return current if isinstance(current, RunCall | Steps) and current.session is self else None
 
-    def _report_starved(self, plan: RunPlan, what: str, waited_secs: float) -> None:
-        sources = sorted(plan.may_wait)
-        self._emit(
-            "step.starved",
-            f"{what} has been running for {waited_secs:.1f} s and may be waiting for {', '.join(sources)}. "
-            "Is its producer alive, and fast enough?",
-            level="warning",
-            run=what,
-            sources=sources,
-            waited_secs=waited_secs,
-        )
+    def _runs_soon(self) -> bool:
+        return bool(self._device.interactive or self._streams)
 
 
 def _label(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+async def _closed_already() -> None:
+    pass
 
 
 _UNBOUND: Final = object()

@@ -29,6 +29,7 @@ import tensorflow as tf
 from asupervisor.errors import WrongEventLoop
 from asupervisor.runtime.calls import Mailbox, Waiter, boxed
 from asupervisor.runtime.wakeup import Doorbell
+from asupervisor.session.calls import describe_fetches
 from asupervisor.session.supply import END, Failure, FixedFeed, Unconverted, make_feed
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Steps:
         """Begin; on the loop."""
         session = self.session
         session._streams.add(self)
-        session._watch_later()
+        session._watch_starvation()
         self._device.sources.add(self)
         if self._max_steps == 0 or session._stopping():
             self.finish("max_steps" if self._max_steps == 0 else "stop")
@@ -194,8 +195,6 @@ class Steps:
 
     def describe(self) -> str:
         """See `StepSource.describe`."""
-        from asupervisor.session.session import describe_fetches
-
         return f"stream of {describe_fetches(self.fetches)}"
 
     def _prepare(self, feed_dict: Any) -> tuple[RunPlan, Any]:
@@ -336,8 +335,8 @@ class Steps:
                 steps_run=self.steps_run,
             )
             self.finish("out_of_range")
-        elif isinstance(error, tf.errors.CancelledError) and self.session._stopping():
-            self.finish("stop")  # an echo of the stop: a queue or the session was closed under the step
+        elif isinstance(error, tf.errors.CancelledError) and (self.session._stopping() or self.session.closed):
+            self.finish("stop")  # an echo of the stop or the close: the queue or the session went from under the step
         else:
             # Raised as itself, StopAsyncIteration would pass for the end of the stream.
             self.finish("error", boxed(error, self.describe, StopAsyncIteration))

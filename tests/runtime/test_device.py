@@ -18,7 +18,8 @@ import pytest
 
 from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.runtime import wakeup
-from asupervisor.runtime.device import INTERACTIVE_PER_STEP, DeviceExecutor, Priority
+from asupervisor.runtime.device import DeviceExecutor, Priority
+from asupervisor.runtime.device_thread import INTERACTIVE_PER_STEP
 
 try:
     import uvloop

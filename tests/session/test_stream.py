@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.runtime.coordinator import Coordinator
-from asupervisor.runtime.device import INTERACTIVE_PER_STEP, DeviceExecutor
+from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.runtime.device_thread import INTERACTIVE_PER_STEP
 from asupervisor.session.session import AsyncSession
 from asupervisor.session.stream import StepStream
 
