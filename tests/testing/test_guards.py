@@ -87,7 +87,8 @@ def test_a_crowded_machine_is_not_a_blocked_loop(outcome) -> None:
         f"""
         import subprocess
 
-        async def test_crowded():
+        @pytest.fixture
+        def crowd():
             hog = "import os\\nwhile os.getppid() == " + str(os.getpid()) + ": pass"
             hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range({hogs})]
             ended = threading.Event()
@@ -96,23 +97,24 @@ def test_a_crowded_machine_is_not_a_blocked_loop(outcome) -> None:
                     pass
             thread = threading.Thread(target=spin)
             thread.start()
-            try:
-                slow = 0
-                for _ in range(300):
-                    await asyncio.sleep(0)
-                    began = time.perf_counter()
-                    end = time.thread_time() + 0.02
-                    while time.thread_time() < end:
-                        pass
-                    slow += time.perf_counter() - began > 0.05
-                    if slow > 5:
-                        break
-            finally:
-                ended.set()
-                thread.join()
-                for process in hogs:
-                    process.kill()
-                    process.wait()
+            yield
+            ended.set()
+            thread.join()
+            for process in hogs:
+                process.kill()
+                process.wait()
+
+        async def test_crowded(crowd):
+            slow = 0
+            for _ in range(300):
+                await asyncio.sleep(0)
+                began = time.perf_counter()
+                end = time.thread_time() + 0.02
+                while time.thread_time() < end:
+                    pass
+                slow += time.perf_counter() - began > 0.05
+                if slow > 5:
+                    break
             print("slow callbacks:", slow)
             assert slow
         """,
