@@ -301,3 +301,42 @@ def function_def(graph: tf.Graph, name: str) -> Any:
 def pads_step_number(saver: Any) -> bool:
     """Whether a Saver pads the step in the names of its checkpoints to eight digits; without its private note: no."""
     return bool(getattr(saver, "_pad_step_number", False))
+
+
+# ------------------------------------------------------------------------------------------- SessionManager
+
+
+def session_manager_settings(manager: Any) -> dict[str, Any] | None:
+    """The constructor's arguments of a `tf.compat.v1.train.SessionManager`, which keeps them privately.
+
+    Returns:
+        The arguments by name, or None where it is not exactly one of these, or does not keep them any more.
+    """
+    if type(manager) is not tf.compat.v1.train.SessionManager:
+        return None
+    names = (
+        "local_init_op",
+        "ready_op",
+        "ready_for_local_init_op",
+        "graph",
+        "recovery_wait_secs",
+        "local_init_run_options",
+        "local_init_feed_dict",
+    )
+    try:
+        return {name: getattr(manager, f"_{name}") for name in names}
+    except AttributeError:
+        return None
+
+
+def unfinalize(graph: tf.Graph) -> bool:
+    """Let ops be added to a finalised graph again, as a monitored session of TensorFlow's does at its end.
+
+    Returns:
+        Whether it worked; without it the graph stays finalised.
+    """
+    undo = getattr(graph, "_unsafe_unfinalize", None)
+    if undo is None:
+        return False
+    undo()
+    return True

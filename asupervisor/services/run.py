@@ -14,6 +14,7 @@ Everything here runs on the event loop; what blocks goes to the device thread or
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,7 @@ class SupervisedRun:
         self._summaries: SummaryService | None = None
         self._step_counter: StepCounter | None = None
         self._has_standard_services = False
+        self._ending: tuple[BaseException | None, bool] = (None, False)
         self._host: Host[AsyncSession] | None = None
         self._started_at = settings.clock.monotonic()
         self._start_step: int | None = None
@@ -160,7 +162,7 @@ class SupervisedRun:
             session = await manager.wait_for_session(master, config=config, max_wait_secs=max_wait_secs)
         self._session = session
         try:
-            self._start_step = await self._read_step()
+            self._start_step = await self.read_step()
         except tf.errors.FailedPreconditionError:  # nobody was to initialise it, or to check that it is
             self._start_step = None
         if self._store is not None and settings.saves_by_itself and start_standard_services:
@@ -282,11 +284,17 @@ class SupervisedRun:
             )
         return await self._checkpoints.save()
 
+    async def first_save(self) -> None:
+        """Wait for the save with which the checkpoint service begins; a failure of it is its business."""
+        if self._checkpoints is not None and self._settings.saves_by_itself:
+            with contextlib.suppress(Exception):
+                await self._checkpoints.save()
+
     async def summary_computed(self, summary: Any, global_step: int | None) -> None:
         """See `Supervisor.summary_computed`."""
         assert self._writer is not None
         if global_step is None and self._settings.elements.global_step is not None:
-            global_step = await self._read_step()
+            global_step = await self.read_step()
         self._writer.add_summary(summary, global_step)
 
     async def run_sync(self, function: Callable[[], Any]) -> Any:
@@ -304,7 +312,14 @@ class SupervisedRun:
             raise SessionClosed(self._settings.name)
         return self._session
 
-    async def _read_step(self) -> int | None:
+    @property
+    def last_step(self) -> int | None:
+        """The global step as last seen, or None; any thread."""
+        seen = None if self._step_counter is None else self._step_counter.last_step
+        return seen if seen is not None else self._start_step
+
+    async def read_step(self) -> int | None:
+        """The global step now, read between two steps; None where there is none."""
         step = self._settings.elements.global_step
         if step is None or self._session is None:
             return None
@@ -317,12 +332,17 @@ class SupervisedRun:
         if self._checkpoints is not None and self._settings.saves_by_itself and self._settings.save_on_exit:
             await self._checkpoints.final_save(self._outcome(), self._host.grace_left if self._host else None)
 
+    def end_with(self, error: BaseException | None, *, cancelled: bool) -> None:
+        """Tell how the session ends, where its own coordinator does not know."""
+        self._ending = (error, cancelled)
+
     def _outcome(self) -> Outcome:
-        error = self._coordinator.error
+        error, cancelled = self._ending
+        error = error or self._coordinator.error
         if error is not None:
             failed = self.session.failed_training_run
             return Outcome.STEP_ERROR if error is failed else Outcome.ERROR
-        if self._host is not None and self._host.interrupted:
+        if cancelled or (self._host is not None and self._host.interrupted):
             return Outcome.CANCELLED
         return Outcome.STOPPED
 
@@ -364,7 +384,7 @@ class SupervisedRun:
             is_chief=settings.is_chief,
             logdir=settings.logdir,
             uptime_secs=settings.clock.monotonic() - self._started_at,
-            global_step=None if self._step_counter is None else self._step_counter.last_step,
+            global_step=self.last_step,
             start_step=self._start_step,
             steps_per_sec=None if self._step_counter is None else self._step_counter.steps_per_sec,
             scalars={} if self._writer is None else self._writer.scalars,

@@ -1,0 +1,260 @@
+"""Session creators: where a monitored session comes from.
+
+A creator of ours is prepared once, after the hooks' `begin`: the scaffold is finalised and the ops of snapshots are
+added. Then it makes a session each time one is needed: at the start, and after each recovery.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from asupervisor.checkpoint.store import CheckpointStore
+from asupervisor.clock import Clock, SystemClock
+from asupervisor.events import EventSink, log_only
+from asupervisor.services.run import RunSettings
+from asupervisor.session.elements import GraphElements, resolve_graph
+from asupervisor.session.manager import SessionManager
+from asupervisor.session.session import AsyncSession
+
+tf1 = tf.compat.v1
+
+
+class SessionCreator(abc.ABC):
+    """Makes sessions; subclass it for a way of your own.
+
+    Source: `tf.compat.v1.train.SessionCreator`.
+    """
+
+    @abc.abstractmethod
+    def create_session(self) -> Any:
+        """Make a session.
+
+        A coroutine function runs on the event loop; a plain one on a side thread with the graph entered.
+
+        Returns:
+            An `AsyncSession`, or TensorFlow's own.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingSettings:
+    """What a monitored training session saves and summarises by itself; nothing, by default."""
+
+    save_checkpoint_secs: float | None = None
+    save_checkpoint_steps: int | None = None
+    save_summaries_secs: float | None = None
+    save_summaries_steps: int | None = None
+    log_step_count_steps: int | None = None
+    save_graph_def: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A graph that is complete, and what its sessions are made with."""
+
+    settings: RunSettings
+    store: CheckpointStore | None
+    manager: SessionManager
+    max_wait_secs: float
+    restorable: bool
+
+
+class _ScaffoldedCreator(SessionCreator):
+    """What the chief's and the workers' creators have in common."""
+
+    is_chief = True
+
+    def __init__(
+        self,
+        scaffold: Any,
+        master: str,
+        config: Any,
+        graph: tf.Graph | None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_filename_with_path: str | os.PathLike[str] | None = None,
+        max_wait_secs: float = 7200,
+    ) -> None:
+        self.graph = resolve_graph(graph)
+        self.scaffold = scaffold
+        self.master = master
+        self.config = config
+        self.checkpoint_dir = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
+        self.checkpoint_filename_with_path = (
+            None if checkpoint_filename_with_path is None else os.fspath(checkpoint_filename_with_path)
+        )
+        self.max_wait_secs = max_wait_secs
+
+    def prepare(
+        self,
+        *,
+        name: str = "MonitoredSession",
+        saving: SavingSettings | None = None,
+        stop_grace_secs: float = 120,
+        clock: Clock | None = None,
+        emit: EventSink = log_only,
+    ) -> Prepared:
+        """Finalise the scaffold and the graph; blocking, on a thread that may enter the graph."""
+        saving = saving or SavingSettings()
+        clock = clock or SystemClock()
+        with self.graph.as_default():
+            scaffold = self.scaffold = self.scaffold or tf1.train.Scaffold()
+            restoring = self.checkpoint_dir is not None
+            store: CheckpointStore | None = None
+            if self.is_chief and restoring and not self.graph.finalized:
+                saver = scaffold.saver or self._default_saver()
+                if saver is not None:
+                    # Before `finalize`, which does not let the ops of snapshots in any more.
+                    store = self._store(saver, clock, emit)
+            scaffold.finalize()
+            if self.is_chief and restoring and store is None and scaffold.saver is not None:
+                store = self._store(scaffold.saver, clock, emit)
+            elements = GraphElements(
+                self.graph,
+                scaffold.ready_op,
+                scaffold.ready_for_local_init_op,
+                scaffold.init_op,
+                scaffold.local_init_op,
+                scaffold.saver,
+                scaffold.summary_op,
+                tf1.train.get_global_step(self.graph),
+            )
+            manager = SessionManager(
+                local_init_op=scaffold.local_init_op,
+                local_init_feed_dict=scaffold.local_init_feed_dict,
+                ready_op=scaffold.ready_op,
+                ready_for_local_init_op=scaffold.ready_for_local_init_op,
+                graph=self.graph,
+            )
+        settings = RunSettings(
+            name=name,
+            elements=elements,
+            is_chief=self.is_chief,
+            logdir=self.checkpoint_dir if self.is_chief else None,
+            checkpoint_basename="model.ckpt",
+            checkpoint_filename_with_path=self.checkpoint_filename_with_path if self.is_chief else None,
+            init_feed_dict=scaffold.init_feed_dict,
+            init_fn=scaffold.init_fn,
+            save_summaries_secs=saving.save_summaries_secs,
+            save_summaries_steps=saving.save_summaries_steps,
+            save_model_secs=saving.save_checkpoint_secs,
+            save_model_steps=saving.save_checkpoint_steps,
+            log_step_count_steps=saving.log_step_count_steps,
+            write_graph=saving.save_graph_def,
+            save_on_exit=True,
+            stop_grace_secs=stop_grace_secs,
+            clock=clock,
+        )
+        return Prepared(
+            settings=settings,
+            store=store,
+            manager=manager,
+            max_wait_secs=self.max_wait_secs,
+            restorable=not self.is_chief
+            or self.checkpoint_dir is not None
+            or self.checkpoint_filename_with_path is not None,
+        )
+
+    def _store(self, saver: Any, clock: Clock, emit: EventSink) -> CheckpointStore:
+        assert self.checkpoint_dir is not None
+        return CheckpointStore(
+            self.checkpoint_dir,
+            self.graph,
+            saver,
+            global_step=tf1.train.get_global_step(self.graph),
+            clock=clock,
+            emit=emit,
+        )
+
+    def _default_saver(self) -> Any:
+        """The saver that `Scaffold.finalize` will find in the collection, made here if there is none."""
+        collected = self.graph.get_collection(tf1.GraphKeys.SAVERS)
+        if collected:
+            return collected[0] if len(collected) == 1 else None  # more than one is an error of `finalize`
+        saver = tf1.train.Saver(sharded=True, allow_empty=True)
+        self.graph.add_to_collection(tf1.GraphKeys.SAVERS, saver)
+        return saver
+
+    async def create_session(self) -> AsyncSession:
+        """A session of its own, outside of a monitored session; close it by `await session.close()`."""
+        prepared = self.prepare()
+        settings, elements = prepared.settings, prepared.settings.elements
+        manager = prepared.manager.bound(
+            global_step=elements.global_step, restore=None if prepared.store is None else prepared.store.restorer
+        )
+        if not self.is_chief:
+            return await manager.wait_for_session(self.master, config=self.config, max_wait_secs=self.max_wait_secs)
+        return await manager.prepare_session(
+            self.master,
+            init_op=elements.init_op,
+            saver=elements.saver,
+            checkpoint_dir=self.checkpoint_dir,
+            checkpoint_filename_with_path=self.checkpoint_filename_with_path,
+            config=self.config,
+            init_feed_dict=settings.init_feed_dict,
+            init_fn=settings.init_fn,
+        )
+
+
+class ChiefSessionCreator(_ScaffoldedCreator):
+    """Makes a chief's sessions: initialised, or restored from a checkpoint.
+
+    Source: `tf.compat.v1.train.ChiefSessionCreator`.
+
+    Args:
+        scaffold: A `tf.compat.v1.train.Scaffold`; None for a default one.
+        master: See `Supervisor.managed_session`.
+        config: `ConfigProto` for the sessions.
+        checkpoint_dir: Directory to restore from, the newest good checkpoint first.
+        checkpoint_filename_with_path: Checkpoint to restore instead.
+        graph: The graph; None for the caller's default graph.
+
+    Raises:
+        RuntimeError: No graph was given and TensorFlow executes eagerly.
+    """
+
+    def __init__(
+        self,
+        scaffold: Any = None,
+        master: str = "",
+        config: Any = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_filename_with_path: str | os.PathLike[str] | None = None,
+        *,
+        graph: tf.Graph | None = None,
+    ) -> None:
+        super().__init__(scaffold, master, config, graph, checkpoint_dir, checkpoint_filename_with_path)
+
+
+class WorkerSessionCreator(_ScaffoldedCreator):
+    """Makes a worker's sessions, which wait for the chief to make the model ready.
+
+    Source: `tf.compat.v1.train.WorkerSessionCreator`.
+
+    Args:
+        scaffold: A `tf.compat.v1.train.Scaffold`; None for a default one.
+        master: See `Supervisor.managed_session`.
+        config: `ConfigProto` for the sessions.
+        max_wait_secs: Longest wait for the chief, in seconds.
+        graph: The graph; None for the caller's default graph.
+
+    Raises:
+        RuntimeError: No graph was given and TensorFlow executes eagerly.
+    """
+
+    is_chief = False
+
+    def __init__(
+        self,
+        scaffold: Any = None,
+        master: str = "",
+        config: Any = None,
+        max_wait_secs: float = 30 * 60,
+        *,
+        graph: tf.Graph | None = None,
+    ) -> None:
+        super().__init__(scaffold, master, config, graph, max_wait_secs=max_wait_secs)

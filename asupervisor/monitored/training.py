@@ -1,0 +1,135 @@
+"""`MonitoredTrainingSession`: a monitored session as training wants it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Final
+
+import tensorflow as tf
+
+from asupervisor.clock import Clock
+from asupervisor.events import EventHub
+from asupervisor.monitored.creators import ChiefSessionCreator, SavingSettings, SessionCreator, WorkerSessionCreator
+from asupervisor.monitored.session import MonitoredSession
+from asupervisor.recovery import RecoveryPolicy
+from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.summary.base import SummaryWriter
+from asupervisor.summary.writer import EventFileWriter
+
+USE_DEFAULT: Final = object()
+
+
+def MonitoredTrainingSession(
+    master: str = "",
+    is_chief: bool = True,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    scaffold: Any = None,
+    hooks: Iterable[Any] | None = None,
+    chief_only_hooks: Iterable[Any] | None = None,
+    save_checkpoint_secs: Any = USE_DEFAULT,
+    save_summaries_steps: Any = USE_DEFAULT,
+    save_summaries_secs: Any = USE_DEFAULT,
+    config: Any = None,
+    stop_grace_period_secs: float = 120,
+    log_step_count_steps: int | None = 100,
+    max_wait_secs: float = 7200,
+    save_checkpoint_steps: Any = USE_DEFAULT,
+    summary_dir: str | os.PathLike[str] | None = None,
+    save_graph_def: bool = True,
+    *,
+    graph: tf.Graph | None = None,
+    recovery: RecoveryPolicy | None = None,
+    recovery_wait_secs: float = 30,
+    clock: Clock | None = None,
+    executor: DeviceExecutor | None = None,
+) -> MonitoredSession:
+    """A monitored session that saves, summarises and measures by itself, where it has a checkpoint directory.
+
+    ::
+
+        async with MonitoredTrainingSession(checkpoint_dir="runs/digits", graph=graph) as sess:
+            while not sess.should_stop():
+                await sess.run(train_op)
+
+    Checkpoints, summaries and the step counter are the Supervisor's services, not hooks: they cost a step nothing
+    but its ride. A checkpoint exists before the first step, and one is written at the end.
+
+    Source: `tf.compat.v1.train.MonitoredTrainingSession`.
+
+    Args:
+        master: See `Supervisor.managed_session`.
+        is_chief: Whether this session initialises, saves and summarises; a worker waits for its chief.
+        checkpoint_dir: Where to restore from and save to; None for neither.
+        scaffold: A `tf.compat.v1.train.Scaffold`.
+        hooks: Hooks of every session.
+        chief_only_hooks: Hooks of the chief, called before `hooks`.
+        save_checkpoint_secs: Seconds between checkpoints; 600 unless steps are given. None or 0 for none by time.
+        save_summaries_steps: Steps between summaries; 100 unless seconds are given. None or 0 for none by steps.
+        save_summaries_secs: Seconds between summaries; None or 0 for none by time.
+        config: `ConfigProto` for the session.
+        stop_grace_period_secs: What services have to end by themselves after a stop, in seconds.
+        log_step_count_steps: Steps between two records of the training speed; None or 0 for none.
+        max_wait_secs: Longest wait of a worker for its chief, in seconds.
+        save_checkpoint_steps: Steps between checkpoints; None or 0 for none by steps.
+        summary_dir: Where the event file goes; the checkpoint directory by default.
+        save_graph_def: Whether ``graph.pbtxt`` is written.
+        graph: The graph; None for the caller's default graph.
+        recovery: When to recover; see `MonitoredSession`.
+        recovery_wait_secs: See `MonitoredSession`.
+        clock: Where the time comes from.
+        executor: The device thread to use; not closed.
+
+    Returns:
+        The session, to be entered.
+
+    Raises:
+        ValueError: Both kinds of interval were given for checkpoints, or for summaries.
+        RuntimeError: No graph was given and TensorFlow executes eagerly.
+    """
+    if save_summaries_steps is USE_DEFAULT and save_summaries_secs is USE_DEFAULT:
+        save_summaries_steps, save_summaries_secs = 100, None
+    if save_checkpoint_secs is USE_DEFAULT and save_checkpoint_steps is USE_DEFAULT:
+        save_checkpoint_secs, save_checkpoint_steps = 600, None
+
+    def given(value: Any) -> Any:
+        return None if value is USE_DEFAULT else value or None
+
+    secs, steps = given(save_checkpoint_secs), given(save_checkpoint_steps)
+    if secs and steps:
+        raise ValueError("pass either save_checkpoint_secs or save_checkpoint_steps, not both")
+    summary_secs, summary_steps = given(save_summaries_secs), given(save_summaries_steps)
+    if summary_secs and summary_steps:
+        raise ValueError("pass either save_summaries_secs or save_summaries_steps, not both")
+    all_hooks = list(hooks or ())
+    shared: dict[str, Any] = {
+        "graph": graph,
+        "recovery": recovery,
+        "recovery_wait_secs": recovery_wait_secs,
+        "clock": clock,
+        "executor": executor,
+        "_name": "MonitoredTrainingSession",
+    }
+    creator: SessionCreator
+    if not is_chief:
+        creator = WorkerSessionCreator(scaffold, master, config, max_wait_secs, graph=graph)
+        return MonitoredSession(creator, all_hooks, stop_grace_period_secs, **shared)
+    creator = ChiefSessionCreator(scaffold, master, config, checkpoint_dir, graph=graph)
+    all_hooks = [*(chief_only_hooks or ()), *all_hooks]
+    summary_to = summary_dir or checkpoint_dir
+    if checkpoint_dir is None:
+        return MonitoredSession(creator, all_hooks, stop_grace_period_secs, **shared)
+
+    def writer(hub: EventHub) -> SummaryWriter:
+        assert summary_to is not None
+        return EventFileWriter(summary_to, emit=hub.emit, clock=clock)
+
+    saving = SavingSettings(
+        save_checkpoint_secs=secs,
+        save_checkpoint_steps=steps,
+        save_summaries_secs=summary_secs,
+        save_summaries_steps=summary_steps,
+        log_step_count_steps=log_step_count_steps or None,
+        save_graph_def=save_graph_def,
+    )
+    return MonitoredSession(creator, all_hooks, stop_grace_period_secs, **shared, _saving=saving, _writer=writer)
