@@ -596,7 +596,9 @@ class Supervisor:
         """
         host, _ = self._active("start_soon()")
         if inspect.iscoroutine(async_fn):
-            raise TypeError("start_soon() takes a coroutine function and its arguments, not a coroutine: leave out the ()")
+            raise TypeError(
+                "start_soon() takes a coroutine function and its arguments, not a coroutine: leave out the ()"
+            )
         check_arguments(async_fn, args, {})
         name = name or str(getattr(async_fn, "__name__", "task"))
         if is_async(async_fn):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 from asupervisor.checkpoint.lock import LogdirLock
+from asupervisor.errors import SessionClosed
 from asupervisor.events import EventHub
 from asupervisor.runtime import signals
 from asupervisor.runtime.coordinator import Coordinator
@@ -57,6 +58,7 @@ class Surroundings:
         self._logdir = logdir
         self._wants_journal = journal
         self._handle_signals = handle_signals
+        self._writer_is_ours = False  # until the directory is: a second chief must not leave an event file there
         self._journal: asyncio.Task[None] | None = None
 
     async def open(self, run_id: str | None = None) -> None:
@@ -79,6 +81,7 @@ class Surroundings:
                 self._journal = asyncio.get_running_loop().create_task(journal.run(), name=f"{self._name}-journal")
         if self.writer is not None:
             self.writer.open()
+            self._writer_is_ours = True
 
     def _on_signal(self, number: int) -> None:
         self.coordinator.request_stop()
@@ -117,7 +120,7 @@ class Surroundings:
 
     async def close_writer(self) -> None:
         """Write the STOP record and close the event file."""
-        if self.writer is not None and not self.writer.closed:
+        if self.writer is not None and self._writer_is_ours and not self.writer.closed:
             self.writer.add_session_log("STOP")
             await self.writer.aclose(KILL_GRACE_SECS)
 
@@ -128,8 +131,12 @@ class Surroundings:
             await asyncio.wait([self._journal], timeout=KILL_GRACE_SECS)
 
     async def _give_back_lock(self) -> None:
-        if self.lock is not None and not self.executor.closed:
+        if self.lock is None:
+            return
+        try:
             await self.executor.side(self.lock.release, label="unlock logdir")
+        except SessionClosed:  # the user's executor, and the user has closed it already
+            self.lock.release()
 
     async def _end_threads(self) -> None:
         if self._owns_executor:

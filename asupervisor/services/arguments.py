@@ -1,0 +1,131 @@
+"""Checks of a supervisor's arguments: before anything is added to the graph, and in words that name the argument."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import tensorflow as tf
+
+from asupervisor import _tf
+from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.session.manager import SessionManager
+
+
+def check_interval(name: str, secs: Any) -> None:
+    """Raise unless an interval is None or a number of seconds that is not negative.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative, or no number in the other sense.
+    """
+    if secs is not None:
+        check_secs(name, secs)
+
+
+def check_secs(name: str, secs: Any) -> None:
+    """The same where None stands for nothing."""
+    if isinstance(secs, bool) or not isinstance(secs, Real):
+        raise TypeError(f"{name} must be a number of seconds, not {secs!r}")
+    if math.isnan(value := float(secs)) or value < 0:
+        raise ValueError(f"{name} must not be negative, not {secs!r}")
+
+
+def check_steps(name: str, steps: Any) -> None:
+    """Raise unless an interval is None or a number of steps that is not negative.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is negative.
+    """
+    if steps is None:
+        return
+    if isinstance(steps, bool) or not isinstance(steps, Integral):
+        raise TypeError(f"{name} must be a number of steps, not {steps!r}")
+    if int(steps) < 0:
+        raise ValueError(f"{name} must not be negative, not {steps!r}")
+
+
+def checked_logdir(logdir: Any) -> str | None:
+    """The directory as a string; None for none, which an empty string stands for, too.
+
+    Raises:
+        TypeError: It is no path.
+    """
+    if logdir is None:
+        return None
+    try:
+        return os.fsdecode(logdir) or None
+    except TypeError:
+        raise TypeError(f"logdir must be a path, not {logdir!r}") from None
+
+
+def check_basename(basename: Any) -> None:
+    """Raise unless it can be the first part of the names of checkpoints.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It is empty or contains a directory, which belongs into the logdir.
+    """
+    if not isinstance(basename, str):
+        raise TypeError(f"checkpoint_basename must be a string, not {basename!r}")
+    if not basename or os.path.basename(basename) != basename:  # noqa: PTH119 (of a name, not a path)
+        raise ValueError(f"checkpoint_basename must be a plain name, not {basename!r}: directories belong into logdir")
+
+
+def check_saver(saver: Any) -> None:
+    """Raise TypeError unless it is None or has a Saver's `save` and `restore`."""
+    if saver is None:
+        return
+    missing = [name for name in ("save", "restore") if not callable(getattr(saver, name, None))]
+    if missing:
+        raise TypeError(
+            f"saver must offer {' and '.join(missing)} as tf.compat.v1.train.Saver does, {saver!r} does not. Pass "
+            "saver=None to train without checkpoints."
+        )
+
+
+def check_executor(executor: Any) -> None:
+    """Raise TypeError unless it is None or a DeviceExecutor."""
+    if executor is not None and not isinstance(executor, DeviceExecutor):
+        raise TypeError(f"executor must be a DeviceExecutor, not {executor!r}")
+
+
+def checked_clean_types(types: Iterable[type[BaseException]] | None) -> tuple[type[BaseException], ...] | None:
+    """The classes of exceptions that mean a clean end; None for the usual ones.
+
+    Raises:
+        TypeError: Something among them is no class of exceptions.
+    """
+    if types is None:
+        return None
+    given: tuple[Any, ...] = tuple(types) if isinstance(types, Iterable) else (types,)
+    for kind in given:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise TypeError(f"clean_stop_exception_types must hold classes of exceptions, not {kind!r}")
+    return given
+
+
+def adapted_session_manager(manager: Any, graph: tf.Graph) -> SessionManager:
+    """The user's session manager; TensorFlow's own is replaced by one of ours with the same settings.
+
+    Raises:
+        TypeError: It is neither, or a subclass of TensorFlow's, whose own ways would be passed over.
+        ValueError: It is for another graph.
+    """
+    if isinstance(manager, SessionManager):
+        ours = manager
+    else:
+        settings = _tf.session_manager_settings(manager)
+        if settings is None:
+            raise TypeError(
+                "session_manager must be an asupervisor.SessionManager, or exactly a "
+                f"tf.compat.v1.train.SessionManager, whose settings are then taken over; not {manager!r}"
+            )
+        ours = SessionManager(**settings)
+    if ours.graph is not graph:
+        raise ValueError("session_manager was made for another graph than the supervisor's: pass it graph=graph")
+    return ours
