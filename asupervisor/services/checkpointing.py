@@ -11,8 +11,9 @@ does not interrupt it. `drain` or `final_save` waits for it, before the session 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from asupervisor.runtime.coordinator import Coordinator
     from asupervisor.session.session import AsyncSession
 
+_T = TypeVar("_T")
 _FIRST_BACKOFF_SECS = 1.0
 _LONGEST_BACKOFF_SECS = 60.0
 _POSTPONED_SECS = 1.0
@@ -79,7 +81,7 @@ class CheckpointService:
         self._on_saved = on_saved
         self._fatal = fatal
         # Guarded by the loop: changed in its callbacks and tasks only, never across an await.
-        self._tasks: set[asyncio.Task[CheckpointInfo]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._flight: asyncio.Task[CheckpointInfo] | None = None
         self._waiting: asyncio.Task[CheckpointInfo] | None = None
         self._kick = asyncio.Event()
@@ -92,7 +94,8 @@ class CheckpointService:
         # Written on the loop, read on the device thread; a stale value costs a save at the next chance.
         self._emergency = False
         self._seen_failure: BaseException | None = None
-        self._armed_at: tuple[int, int] | None = None
+        self._armed_for: int | None = None
+        self._steps_per_run: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -------------------------------------------------------------------------------------- the service
@@ -123,7 +126,7 @@ class CheckpointService:
                 self._arm()
                 await self._until_due(pause_secs)
         finally:
-            self._armed_at = None
+            self._armed_for = None
 
     async def _save_in_turn(self) -> float | None:
         """One save of the timer; a pause in seconds if the next one is due at another time than usual."""
@@ -202,7 +205,7 @@ class CheckpointService:
         """
         deadline = None if timeout_secs is None else self._clock.monotonic() + timeout_secs
         self._ended = True
-        self._armed_at = None
+        self._armed_for = None
         self._emergency = outcome is Outcome.STEP_ERROR
         if not self._store.can_save or self._session.closed:
             return None
@@ -281,13 +284,13 @@ class CheckpointService:
             self._waiting = self._start(self._after(self._flight))
         return self._waiting
 
-    def _start(self, save: Coroutine[Any, Any, CheckpointInfo]) -> asyncio.Task[CheckpointInfo]:
-        task = asyncio.get_running_loop().create_task(save, name="checkpoint-save")
+    def _start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = asyncio.get_running_loop().create_task(work, name="checkpoint-save")
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
-    def _done(self, task: asyncio.Task[CheckpointInfo]) -> None:
+    def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # whoever asked may be gone: it has been told as an event
@@ -378,35 +381,32 @@ class CheckpointService:
             # It is due already, and would fail again after each step: `run` tries it, with pauses.
             return
         saved = self._saved
-        base = saved.step if saved.step is not None else saved.training_runs or 0
-        self._set_alarm(base + self._save_model_steps, base, saved.training_runs or 0)
+        runs = saved.training_runs or 0
+        base = runs if saved.step is None else saved.step
+        self._armed_for = base + self._save_model_steps
+        self._set_alarm(runs, self._save_model_steps)
 
-    def _set_alarm(self, due: int, step: int, training_runs: int) -> None:
-        """Any thread: look again when `due` may be reached, as far as the steps of one run are known by now."""
-        self._armed_at = (due, step)
-        per_run = 1
-        if self._saved is not None and self._saved.training_runs is not None:
-            runs = self._session.training_runs - self._saved.training_runs
-            if runs > 0 and self._saved.step is not None:
-                per_run = max(1, -(-(step - self._saved.step) // runs))
-        self._session.set_alarm(
-            max(training_runs, self._session.training_runs) + max(1, (due - step) // per_run), self._ring
-        )
+    def _set_alarm(self, runs: int, steps: int) -> None:
+        """Any thread: look again when that many steps may have been made; at the next run as long as nobody knows."""
+        self._session.set_alarm(runs + (max(1, steps // self._steps_per_run) if self._steps_per_run else 1), self._ring)
 
     def _ring(self) -> None:
         """On the device thread, right after a training run: the step has one definite value here."""
-        armed = self._armed_at
-        loop = self._loop
-        if armed is None or self._ended or loop is None or self._session.closed:
+        due, loop, saved = self._armed_for, self._loop, self._saved
+        if due is None or saved is None or self._ended or loop is None or self._session.closed:
             return
-        due, _ = armed
         runs = self._session.training_runs
         step = self._store.read_step(self._session.raw)
         reached = runs if step is None else step
+        made = runs - (saved.training_runs or 0)
+        if made > 0:
+            steps = made if step is None or saved.step is None else step - saved.step
+            # Rounded up: rather look too early than miss the step.
+            self._steps_per_run = max(1, -(-steps // made))
         if reached < due:
-            self._set_alarm(due, reached, runs)
+            self._set_alarm(runs, due - reached)
             return
-        self._armed_at = None
+        self._armed_for = None
         if self._flight is not None or self._waiting is not None:
             # Under way by another's order; when that is done, the service looks whether more is due.
             _call_soon(loop, self._kick.set)
@@ -418,9 +418,14 @@ class CheckpointService:
         """On the loop: publish what the device thread took, then let the service go on from there."""
         if self._flight is not None or self._waiting is not None or self._ended:
             # Somebody asked in the meantime, and gets a newer state. An older one is not published after it.
-            self._session.executor.side(snapshot.discard)
+            self._start(self._discard(snapshot))
+            self._kick.set()
             return
         self._flight = self._start(self._publish_taken(snapshot))
+
+    async def _discard(self, snapshot: Snapshot) -> None:
+        with contextlib.suppress(SessionClosed):  # then it went with the session
+            await self._session.side(lambda raw: snapshot.discard())
 
     async def _publish_taken(self, snapshot: Snapshot) -> CheckpointInfo:
         try:
