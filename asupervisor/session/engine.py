@@ -126,7 +126,8 @@ class Engine:
 
     def session_run(self, feed_dict: Any) -> list[Any]:
         """All elements by `Session.run`, operations as None among them."""
-        values: list[Any] = self._raw.run(list(self._elements), feed_dict)
+        with self._raw.graph.as_default():  # variables can be keys only there
+            values: list[Any] = self._raw.run(list(self._elements), feed_dict)
         return values
 
     def feed_dict(self, args: Args) -> Any:

@@ -26,12 +26,17 @@ class RawFeed:
         self.feed_dict = dict(feed_dict) if type(feed_dict) is dict else feed_dict
 
 
-def as_it_is(feed_dict: Any, copy: bool = False) -> RawFeed:
-    """A `Convert` that leaves everything to `Session.run`."""
-    feed = RawFeed(feed_dict)
-    if copy and isinstance(feed.feed_dict, Mapping):
-        feed.feed_dict = {key: _owned(value) for key, value in feed.feed_dict.items()}
-    return feed
+def as_it_is(raw: tf.compat.v1.Session) -> Convert:
+    """A conversion that leaves everything to `Session.run`."""
+
+    def convert(feed_dict: Any, copy: bool = False) -> RawFeed:
+        feed = RawFeed(feed_dict)
+        if copy and isinstance(feed.feed_dict, Mapping):
+            with raw.graph.as_default():
+                feed.feed_dict = {key: _owned(value) for key, value in feed.feed_dict.items()}
+        return feed
+
+    return convert
 
 
 Args = tuple[Any, ...] | RawFeed
@@ -125,7 +130,9 @@ class _Slow:
 
     def __call__(self, feed_dict: Any, copy: bool) -> Args:
         args = self._converted(feed_dict)
-        return own(args, feed_dict) if copy else args
+        if not copy:
+            return args
+        return as_it_is(self._raw)(feed_dict, True) if isinstance(args, RawFeed) else _own(args, feed_dict)
 
     def _converted(self, feed_dict: Any) -> Args:
         values = self._values(feed_dict)
@@ -150,8 +157,10 @@ class _Slow:
             return None
 
     def _doubtful(self, feed_dict: Any, values: Sequence[Any]) -> Args:
-        # Nothing is fetched, so nothing runs: this only checks, and raises what Session.run raises.
-        self._raw.run([], feed_dict)
+        # Nothing is fetched, so nothing runs: this only checks, and raises what Session.run raises. Variables can
+        # be keys only where their graph is the default one.
+        with self._raw.graph.as_default():
+            self._raw.run([], feed_dict)
         if any(_tf.is_tensor_handle(value) for value in values):
             return RawFeed(feed_dict)
         return tuple(
@@ -160,6 +169,16 @@ class _Slow:
 
 
 _KNOWN = (np.ndarray, np.generic, list, tuple, int, float, complex, str, bytes)
+
+
+def as_array(value: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    """The value as `Session.run` converts it: since NumPy 2 an array of numbers is made first and cast then."""
+    if _CASTS and np.issubdtype(dtype, np.number):
+        return np.asarray(value).astype(dtype, copy=False)
+    return np.asarray(value, dtype)
+
+
+_CASTS = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
 
 
 def _identity(key: Any) -> Any:
@@ -171,11 +190,11 @@ def _convert(tensor: tf.Tensor, value: Any) -> Any:
     dtype = tensor.dtype.as_numpy_dtype
     try:
         if isinstance(value, int):
-            array = np.asarray(value, dtype)
+            array = as_array(value, dtype)
             if dtype is object or array.item() != value:
                 return None
         elif isinstance(value, _KNOWN):
-            array = np.asarray(value, dtype)
+            array = as_array(value, dtype)
         else:
             return None
     except Exception:
@@ -183,10 +202,8 @@ def _convert(tensor: tf.Tensor, value: Any) -> Any:
     return array if tensor.shape.is_compatible_with(array.shape) else None
 
 
-def own(args: Args, feed_dict: Any) -> Args:
+def _own(args: tuple[Any, ...], feed_dict: Any) -> tuple[Any, ...]:
     """The same feeds in memory that nobody else writes to: a generator may reuse its arrays at once."""
-    if isinstance(args, RawFeed):
-        return as_it_is(feed_dict, copy=True)
     values = list(feed_dict.values()) if isinstance(feed_dict, Mapping) else []
     given = {id(value) for value in values}
     # An object that turns itself into an array may keep that array.

@@ -295,7 +295,7 @@ class PlanCache:
         )
         run = Run(raw, engine, structure)
         if plain is None:
-            convert: Convert = feeds.as_it_is
+            convert: Convert = feeds.as_it_is(raw)
         else:
             convert = feeds.converter(raw, tuple(feed_dict or ()), tensors)
         return RunPlan(shared, engine, convert, run.execute(), run.extend, tensors, touches)
@@ -316,4 +316,4 @@ class PlanCache:
         tensors = feeds.any_tensors(graph, feed_dict) if feed_dict else ()
         run = AsItIs(raw, fetches, options, run_metadata)
         touches = analysis.analyse(graph, keys.elements_of(graph, fetches), tensors)
-        return RunPlan(self._shared, None, feeds.as_it_is, run.execute, run.extend, tensors, touches)
+        return RunPlan(self._shared, None, feeds.as_it_is(raw), run.execute, run.extend, tensors, touches)

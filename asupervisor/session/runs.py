@@ -123,7 +123,8 @@ class _Along:
         except tf.errors.OpError as error:
             _tf.raise_as_session_run(raw, error)
         if values is None or isinstance(args, RawFeed):
-            fetched, extra = raw.run([list(self._elements), self._tensors], engine.feed_dict(args))
+            with raw.graph.as_default():
+                fetched, extra = raw.run([list(self._elements), self._tensors], engine.feed_dict(args))
             return self._build_all(fetched), extra
         extra = [
             _own(values[place] if place is not None else args[fed or 0])
@@ -152,7 +153,8 @@ class AsItIs:
     def execute(self, args: Args) -> Any:
         """The result."""
         fetches, options, run_metadata = self._arguments
-        return self._raw.run(fetches, _feed_dict(args), options, run_metadata)
+        with self._raw.graph.as_default():
+            return self._raw.run(fetches, _feed_dict(args), options, run_metadata)
 
     def extend(self, extra: Sequence[Any]) -> Extension:
         """The same call with the tensors `extra` fetched along."""
@@ -166,7 +168,8 @@ class _AlongAsItIs:
 
     def execute(self, args: Args) -> tuple[Any, list[Any]]:
         both, options, run_metadata = self._arguments
-        result, extra = self._raw.run(both, _feed_dict(args), options, run_metadata)
+        with self._raw.graph.as_default():
+            result, extra = self._raw.run(both, _feed_dict(args), options, run_metadata)
         return result, extra
 
     def drop(self) -> None:
