@@ -140,6 +140,7 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
         raw = tf1.Session(graph=model.graph)
         session = AsyncSession(raw, executor, coordinator=coordinator, global_step=model.step)
         await session.control(model.begin, store)
+        os.write(case["ready"], b"\n")
         service = CheckpointService(
             session,
             store,
@@ -198,6 +199,7 @@ def in_child(function: Any, case: dict[str, Any], kill_after_secs: float | None 
     pid = os.fork()
     if pid == 0:
         os.close(reading)
+        case["ready"] = writing
         try:
             result = function(case)
         except BaseException as error:
@@ -207,6 +209,8 @@ def in_child(function: Any, case: dict[str, Any], kill_after_secs: float | None 
         os._exit(0)
     os.close(writing)
     if kill_after_secs is not None:
+        if not case["while_it_begins"]:
+            os.read(reading, 1)
         time.sleep(kill_after_secs)
         os.kill(pid, signal.SIGKILL)
     with os.fdopen(reading) as pipe:
