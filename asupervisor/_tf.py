@@ -141,7 +141,9 @@ def fetch_structure(graph: tf.Graph, fetches: Any) -> FetchStructure | None:
         }
     except (AttributeError, KeyError, TypeError):
         return None
-    return None if root is None else FetchStructure(elements, root, handles)
+    if root is None or (handles and not hasattr(_session, "session_ops")):
+        return None
+    return FetchStructure(elements, root, handles)
 
 
 def _place(mapper: Any, positions: dict[int, int]) -> Leaf | Node | None:
@@ -149,7 +151,7 @@ def _place(mapper: Any, positions: dict[int, int]) -> Leaf | Node | None:
     if kind == "_ElementFetchMapper":
         found = tuple(positions[id(element)] for element in mapper.unique_fetches())
         contract = mapper._contraction_fn
-        plain = len(found) == 1 and contract.__code__ is _PLAIN_CODE
+        plain = len(found) == 1 and _PLAIN_CODE is not None and getattr(contract, "__code__", None) is _PLAIN_CODE
         return Leaf(found, None if plain else contract)
     parts = tuple(_place(part, positions) for part in mapper._mappers)
     if None in parts:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sys
+import types
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from asupervisor import _tf
+from asupervisor.session import feeds
+from asupervisor.session.plan import PlanCache
 
 
 def test_plugin_assets(tmp_path: Path, graph: tf.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +26,179 @@ def test_plugin_assets(tmp_path: Path, graph: tf.Graph, monkeypatch: pytest.Monk
     monkeypatch.delattr(sys.modules["tensorflow.python.summary"], "plugin_asset")
     _tf.write_plugin_assets(graph, str(tmp_path))  # without it: nothing is written
     assert not list(tmp_path.iterdir())
+
+
+def test_settings_of_a_session_manager(graph: tf.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = tf.compat.v1.train.SessionManager
+    with graph.as_default():
+        op = tf.no_op()
+        settings = {
+            "local_init_op": op,
+            "ready_op": None,
+            "ready_for_local_init_op": None,
+            "graph": graph,
+            "recovery_wait_secs": 3,
+            "local_init_run_options": None,
+            "local_init_feed_dict": {},
+        }
+        manager = original(**settings)
+        assert _tf.session_manager_settings(manager) == settings
+        assert _tf.session_manager_settings(type("Other", (original,), {})()) is None
+    assert _tf.session_manager_settings(object()) is None
+    del manager._recovery_wait_secs
+    assert _tf.session_manager_settings(manager) is None  # it keeps them elsewhere: nothing is guessed
+
+
+# ------------------------------------------------------------------------------- Session.run, taken apart
+
+
+@pytest.fixture
+def call(graph: tf.Graph) -> Iterator[tuple[tf.compat.v1.Session, Any, Any]]:
+    """A session, and fetches and a feed that a compiled callable can take."""
+    with graph.as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None], name="x")
+        fetches = {"a": [x * 2.0, tf.no_op()], "b": (tf.sparse.from_dense(x),)}
+    with tf.compat.v1.Session(graph=graph) as raw:
+        yield raw, fetches, {x: np.ones(2, np.float32)}
+
+
+def test_the_parts_of_session_run(call: Any) -> None:
+    from tensorflow.python.client import session
+
+    raw, fetches, feed = call
+    assert _tf.run_compiled is not None
+    assert _tf.can_compile(raw)
+    assert not _tf.is_closed(raw)
+    assert not _tf.has_operation_timeout(raw)
+    for name in ("_FetchHandler", "_REGISTERED_EXPANSIONS", "session_ops"):
+        assert hasattr(session, name)
+    structure = _tf.fetch_structure(raw.graph, fetches)
+    assert structure is not None
+    assert len(structure.elements) == 5
+    assert isinstance(structure.root, _tf.Node)
+    assert structure.root.keys == ("a", "b")
+    plain = structure.root.parts[0].parts[0]
+    assert plain == _tf.Leaf((0,), None)  # the registered way of a single tensor is recognised
+    compiled = _tf.compile_callable(raw, tuple(feed), [structure.elements[0]], [structure.elements[1]])
+    assert compiled is not None
+    (value,) = _tf.run_compiled(compiled.session, compiled.handle, tuple(feed.values()), None)
+    np.testing.assert_array_equal(value, [2.0, 2.0])
+    inline = _tf.compile_callable(raw, tuple(feed), structure.elements[:1], [], in_callers_thread=True)
+    assert inline is not None
+    (value,) = _tf.run_compiled(inline.session, inline.handle, tuple(feed.values()), None)
+    np.testing.assert_array_equal(value, [2.0, 2.0])
+
+
+def test_a_callable_after_its_release(call: Any) -> None:
+    raw, _, feed = call
+    compiled = _tf.compile_callable(raw, tuple(feed), [], [raw.graph.get_operation_by_name("NoOp")])
+    assert compiled is not None
+    assert _tf.run_compiled is not None
+    session, handle = compiled.session, compiled.handle
+    del compiled
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        _tf.run_compiled(session, handle, tuple(feed.values()), None)
+    assert _tf.was_released(caught.value)
+
+
+def test_conversions_of_feeds() -> None:
+    from tensorflow.python.util import numpy_compat
+
+    samples: list[tuple[Any, Any]] = [
+        (300, np.int8),
+        (1 + 2j, np.int32),
+        ([1, 2], np.float16),
+        ("5", np.int32),
+        (["a", b"b"], object),
+        (np.ones(2, ">f4"), np.float32),
+        ([True], bool),
+        (2**53 + 1, np.float64),
+        (-1, np.uint8),
+        (1.5, tf.bfloat16.as_numpy_dtype),
+    ]
+    for value, dtype in samples:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours, theirs = feeds.as_array(value, dtype), numpy_compat.np_asarray(value, dtype)
+        assert ours.dtype == theirs.dtype
+        assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("session", "_FetchHandler"),
+        ("session", "_REGISTERED_EXPANSIONS"),
+        ("session", "session_ops"),
+        ("raw", "_make_callable_from_options"),
+        ("raw", "_do_call"),
+        ("raw", "_closed"),
+        ("ours", "run_compiled"),
+        ("ours", "_session"),
+        ("ours", "_PLAIN_CODE"),
+    ],
+)
+def test_plans_do_without(call: Any, monkeypatch: pytest.MonkeyPatch, owner: str, name: str) -> None:
+    raw, fetches, feed = call
+    expected = raw.run(fetches, feed)
+    with raw.graph.as_default():
+        bad = tf.debugging.check_numerics(tf.math.log(tf.constant(-1.0)), "bad")
+    with pytest.raises(tf.errors.InvalidArgumentError) as theirs:
+        raw.run(bad)
+    if owner == "ours":
+        monkeypatch.setattr(_tf, name, None)
+    elif owner == "session":
+        # Only what asupervisor sees of the module, since Session.run itself is made of these.
+        module = types.SimpleNamespace(**vars(_tf._session))
+        delattr(module, name)
+        monkeypatch.setattr(_tf, "_session", module)
+    else:
+        monkeypatch.setattr(_tf, "can_compile", _without(_tf.can_compile, name))
+    plans = PlanCache(raw)
+    for _ in range(2):
+        got = plans.plan(fetches, feed).run(feed)
+        np.testing.assert_array_equal(got["a"][0], expected["a"][0])
+        assert got["a"][1] is None
+        assert type(got["b"][0]) is type(expected["b"][0])
+        np.testing.assert_array_equal(got["b"][0].values, expected["b"][0].values)
+    with pytest.raises(tf.errors.InvalidArgumentError) as ours:
+        plans.plan(bad).run()
+    assert str(ours.value) == str(theirs.value)
+    plans.drop()
+
+
+def _without(function: Any, name: str) -> Any:
+    """The function, which does not find an attribute of a session."""
+
+    class Blind:
+        def __init__(self, raw: Any) -> None:
+            self.raw = raw
+
+        def __getattr__(self, wanted: str) -> Any:
+            if wanted == name:
+                raise AttributeError(name)
+            return getattr(self.raw, wanted)
+
+    return lambda raw: function(Blind(raw))
+
+
+def test_errors_without_their_formatting(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, _, _ = call
+    error = tf.errors.InvalidArgumentError(None, None, "message")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Graph execution error"):
+        _tf.raise_as_session_run(raw, error)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        _tf.raise_as_session_run(object(), error)  # type: ignore[arg-type]
+    assert caught.value is error
+
+
+def test_function_bodies(graph: tf.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    with graph.as_default():
+        out = tf.function(lambda a: a + 1.0)(tf.constant(1.0))
+    name = out.op.get_attr("f").name
+    assert callable(graph._get_function)
+    assert _tf.function_def(graph, name).signature.name == name
+    assert _tf.function_def(graph, "nope") is None
+    monkeypatch.setattr(type(graph), "_get_function", None)
+    assert _tf.function_def(graph, name).signature.name == name
+    assert _tf.function_def(graph, "nope") is None
