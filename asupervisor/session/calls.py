@@ -1,18 +1,47 @@
-"""One `run` on its way to a thread and back."""
+"""One `run` on its way to a thread and back, and which thread that is.
+
+A plan that is not known yet is made on the device thread. Where that is busy, a side thread looks at the fetches at the
+same time: if all they do is to enqueue or close, it takes the call out of the inbox and runs it, because the step that
+keeps the device thread busy may be waiting for exactly that element.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from asupervisor.runtime.calls import Call, Mailbox, Rendezvous
+from asupervisor.errors import SessionClosed
+from asupervisor.runtime.calls import HELD, Call, Mailbox, Rendezvous
 
 if TYPE_CHECKING:
     from asupervisor.session.plan import RunPlan
     from asupervisor.session.session import AsyncSession
 
 
+class Plans(Protocol):
+    """What a session asks of its plans; `PlanCache` answers, or what stands in for it."""
+
+    def peek(self, fetches: Any, feed_dict: Any = None) -> Any:
+        """The plan if it is known, else None; on the event loop, cheap."""
+
+    def plan(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
+        """The plan; on a thread."""
+
+    def drop(self) -> None:
+        """Forget all plans, before the session closes."""
+
+
 class RunCall(Call):
-    """One `run` on its way."""
+    """One `run`.
+
+    Args:
+        session: Whose run it is.
+        mailbox: Where the result goes.
+        fetches: As for `run`.
+        feed_dict: As for `run`.
+        options: As for `run`.
+        run_metadata: As for `run`.
+        plan: Its plan if it is known.
+    """
 
     __slots__ = ("aside", "feed_dict", "fetches", "options", "plan", "run_metadata", "session")
 
@@ -35,9 +64,58 @@ class RunCall(Call):
         self.plan = plan
         self.aside = False
 
+    def submit_unknown(self) -> None:
+        """Send a call whose plan is not known yet; on the loop. See the module's docstring."""
+        device = self.session._device
+        idle = device.idle()
+        device.submit(self, device.interactive)
+        if not idle:
+            try:
+                device.side.submit(self._divert, "plan")
+            except RuntimeError:  # closed in this moment: the call has failed already
+                pass
+
+    def _divert(self) -> None:
+        """On a side thread: run the call here if it must not wait for the device thread."""
+        try:
+            plan = self._make_plan()
+        except Exception:  # the device thread will meet the same error, and report it in its turn
+            return
+        if plan.side_lane and self.withdraw():
+            self.aside = True
+            if self.work():
+                self.finish()
+
+    def _make_plan(self) -> Any:
+        plan = self.session._plans.plan(self.fetches, self.feed_dict, self.options, self.run_metadata)
+        self.plan = plan
+        return plan
+
     def invoke(self) -> Any:
-        """See `Call.invoke`."""
-        return self.session._perform(self)
+        """See `Call.invoke`; on the device thread or, if `aside`, on a side thread."""
+        session = self.session
+        if session.closed:
+            raise SessionClosed(session.name)
+        plan = self.plan
+        if plan is None:
+            plan = self._make_plan()
+            if plan.side_lane and not self.aside:
+                self.aside = True
+                session._device.submit_side(self)
+                return HELD
+        if self.aside:
+            return session._run_here(plan, self.feed_dict)
+        if plan.is_training and session._runs.paused and self._hold():
+            return HELD
+        return session._run_on_device(plan, self.feed_dict)
+
+    def _hold(self) -> bool:
+        """Put a training run aside until `resume`. False: the pause is over already."""
+        session = self.session
+        self.lane = session._held
+        session._held.append(self)
+        # `resume` clears the flag and then empties the lane: if it has missed this call, we see the flag cleared.
+        return session._runs.paused or not self.withdraw()
 
     def describe(self) -> str:
         """See `Call.describe`."""

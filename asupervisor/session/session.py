@@ -1,10 +1,8 @@
 """`AsyncSession`: a TensorFlow session whose runs are awaited.
 
 The way of `await sess.run(...)`: look the plan up (on the loop, a dictionary access), put a call into the device
-thread's inbox, convert feeds and run there, come back with one wake-up of the loop. A plan that is not known yet is
-made on the device thread. Where that is busy, a side thread looks at the fetches at the same time: if all they do is
-to enqueue or close, the call goes to the side thread, because the step that keeps the device thread busy may be
-waiting for exactly that element.
+thread's inbox, convert feeds and run there, come back with one wake-up of the loop. `calls` tells what happens to a
+call whose plan is not known yet, and to one that only fills a queue.
 """
 
 from __future__ import annotations
@@ -12,25 +10,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import tensorflow as tf
 
 from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.events import EventSink, log_only
-from asupervisor.runtime.calls import HELD, Mailbox, Rendezvous, no_loop_here
-from asupervisor.runtime.device import DeviceExecutor, DeviceStatistics, Priority, refuse_running_loop
+from asupervisor.runtime.calls import Mailbox, Rendezvous, no_loop_here
+from asupervisor.runtime.device import DeviceExecutor, Priority, refuse_running_loop
 from asupervisor.runtime.device_thread import fail_all
 from asupervisor.runtime.statistics import Percentiles, window
 from asupervisor.runtime.threads import SideThreads
 from asupervisor.runtime.wakeup import Ending
 from asupervisor.session.blocking import BlockingSession
-from asupervisor.session.calls import RunCall
+from asupervisor.session.calls import Plans, RunCall
 from asupervisor.session.plan import PlanCache, RunPlan
 from asupervisor.session.rider import Rider, TrainingRuns
 from asupervisor.session.starvation import StarvationWatch
+from asupervisor.session.statistics import SessionStatistics
 from asupervisor.session.stream import Steps, StepStream
 
 if TYPE_CHECKING:
@@ -43,46 +41,6 @@ CLOSE_SECS: Final = 10.0
 """How long `AsyncSession.close` waits for TensorFlow's own close, in seconds."""
 
 _running_loop = asyncio._get_running_loop
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStatistics:
-    """How a session stands.
-
-    Attributes:
-        name: The session.
-        runs: Runs that have ended, of calls and of streams, all lanes.
-        training_runs: Those of them that were training runs and succeeded.
-        step_time: How long a training run took on the device thread.
-        run_time: How long any other run took on the device thread.
-        paused: Whether training runs wait.
-        held: Training runs that wait because of it.
-        streams: Streams that have not ended.
-        device: The device thread and its lanes.
-    """
-
-    name: str
-    runs: int
-    training_runs: int
-    step_time: Percentiles
-    run_time: Percentiles
-    paused: bool
-    held: int
-    streams: int
-    device: DeviceStatistics
-
-
-class Plans(Protocol):
-    """What a session asks of its plans; `PlanCache` answers, or what stands in for it."""
-
-    def peek(self, fetches: Any, feed_dict: Any = None) -> Any:
-        """The plan if it is known, else None; on the event loop, cheap."""
-
-    def plan(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
-        """The plan; on a thread."""
-
-    def drop(self) -> None:
-        """Forget all plans, before the session closes."""
 
 
 class AsyncSession:
@@ -179,7 +137,8 @@ class AsyncSession:
         call = RunCall(self, self._mailbox, fetches, feed_dict, options, run_metadata, plan)
         device = self._device
         if plan is None:
-            self._send_unknown(call)
+            call.submit_unknown()
+            self._watch_starvation()
         elif plan.side_lane:
             call.aside = True
             device.submit_side(call)
@@ -196,52 +155,14 @@ class AsyncSession:
         self._device.submit_side(call)
         return await call
 
-    def _send_unknown(self, call: RunCall) -> None:
-        """Submit a call whose plan is not known yet; see the module's docstring."""
-        device = self._device
-        idle = device.idle()
-        device.submit(call, device.interactive)
-        self._watch_starvation()
-        if not idle:
-            try:
-                device.side.submit(lambda: self._divert(call), "plan")
-            except RuntimeError:  # closed in this moment: the call has failed already
-                pass
-
-    def _divert(self, call: RunCall) -> None:
-        """On a side thread: run the call here if it must not wait for the device thread."""
+    def _run_here(self, plan: RunPlan, feed_dict: Any) -> Any:
+        """A run beside the steps; on any thread without a loop."""
         try:
-            plan = self._plans.plan(call.fetches, call.feed_dict, call.options, call.run_metadata)
-        except Exception:  # the device thread will meet the same error, and report it in its turn
-            return
-        call.plan = plan
-        if plan.side_lane and call.withdraw():
-            call.aside = True
-            if call.work():
-                call.finish()
+            return plan.run(feed_dict)
+        finally:
+            self._run_count += 1
 
-    def _perform(self, call: RunCall) -> Any:
-        """Do a run, on the thread that it is meant for."""
-        if self.closed:
-            raise SessionClosed(self.name)
-        plan = call.plan
-        if plan is None:
-            plan = self._plans.plan(call.fetches, call.feed_dict, call.options, call.run_metadata)
-            call.plan = plan
-            if plan.side_lane and not call.aside:
-                call.aside = True
-                self._device.submit_side(call)
-                return HELD
-        if call.aside:
-            try:
-                return plan.run(call.feed_dict)
-            finally:
-                self._run_count += 1
-        if plan.is_training and self._runs.paused and self._hold(call):
-            return HELD
-        return self._on_device(plan, call.feed_dict)
-
-    def _on_device(self, plan: RunPlan, feed_dict: Any) -> Any:
+    def _run_on_device(self, plan: RunPlan, feed_dict: Any) -> Any:
         begun = monotonic()
         try:
             args = plan.convert(feed_dict)
@@ -264,9 +185,9 @@ class AsyncSession:
             refuse_running_loop("sess.blocking.run", "Await sess.run(...) on the event loop.")
         plan = self._plans.plan(fetches, feed_dict, options, run_metadata)
         if not inline and (lane == "side" or plan.side_lane):
-            return plan.run(feed_dict)
+            return self._run_here(plan, feed_dict)
         if inline:
-            return self._on_device(plan, feed_dict)
+            return self._run_on_device(plan, feed_dict)
         rendezvous = Rendezvous()
         call = RunCall(self, rendezvous, fetches, feed_dict, options, run_metadata, plan)
         self._device.submit(call, self._device.interactive)
@@ -477,13 +398,6 @@ class AsyncSession:
         for stream in tuple(self._streams):
             stream.end_between_steps("stop")
 
-    def _hold(self, call: RunCall) -> bool:
-        """On the device thread: put a training run aside. False: the pause is over already."""
-        call.lane = self._held
-        self._held.append(call)
-        # `resume` clears the flag and then empties the lane: if it has missed this call, we see the flag cleared.
-        return self._runs.paused or not call.withdraw()
-
     def board(self, rider: Rider) -> None:
         """Let a rider go along with the next training run that suits it; any thread."""
         self._runs.board(rider)
@@ -527,28 +441,7 @@ class AsyncSession:
             return True
         if self._raw_closed is None:
             self._raw_closed = Ending()
-            ending = self._raw_closed
-
-            def work() -> None:
-                try:
-                    self._plans.drop()
-                    self.raw.close()
-                except Exception as error:
-                    self._emit(
-                        "session.close_failed",
-                        f"closing {self.name} failed: {error!r}",
-                        level="warning",
-                        error=repr(error),
-                    )
-                finally:
-                    ending.signal()
-
-            try:
-                self._device.side.submit(work, f"close of {self.name}")
-            except RuntimeError:  # the executor is closed already
-                pool = SideThreads("asupervisor", idle_secs=0.0)
-                pool.submit(work, f"close of {self.name}")
-                pool.shutdown()
+            self._close_aside(self._raw_closed)
         try:
             return await self._raw_closed.wait(timeout_secs)
         finally:
@@ -558,6 +451,30 @@ class AsyncSession:
                     self._device.detach(mailbox)
                 if session is not self:
                     session._close = _closed_already  # was ours: no cycle is left behind
+
+    def _close_aside(self, ending: Ending) -> None:
+        """Let a side thread close the TensorFlow session, which can block."""
+
+        def work() -> None:
+            try:
+                self._plans.drop()
+                self.raw.close()
+            except Exception as error:
+                self._emit(
+                    "session.close_failed",
+                    f"closing {self.name} failed: {error!r}",
+                    level="warning",
+                    error=repr(error),
+                )
+            finally:
+                ending.signal()
+
+        try:
+            self._device.side.submit(work, f"close of {self.name}")
+        except RuntimeError:  # the executor is closed already
+            pool = SideThreads("asupervisor", idle_secs=0.0)
+            pool.submit(work, f"close of {self.name}")
+            pool.shutdown()
 
     def _end_use(self) -> None:
         """No run starts any more, and what has not started fails."""

@@ -30,7 +30,7 @@ from asupervisor.errors import WrongEventLoop
 from asupervisor.runtime.calls import Mailbox, Waiter, boxed
 from asupervisor.runtime.wakeup import Doorbell
 from asupervisor.session.calls import describe_fetches
-from asupervisor.session.supply import END, Failure, FixedFeed, Unconverted, make_feed
+from asupervisor.session.supply import END, Failure, FixedFeed, make_feed
 
 if TYPE_CHECKING:
     from asupervisor.session.plan import RunPlan
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 EndedBy = Literal["max_steps", "feed", "out_of_range", "stop", "stop_when", "closed", "error"]
 
-DELIVER_SECS: Final = 0.0002
+DELIVER_SECS: Final = 0.001
 """A result that the consumer waits for is delivered at once if the last delivery is as old as this, in seconds."""
 
 YIELD_SECS: Final = 0.001
@@ -86,7 +86,7 @@ class Steps:
         self.started = 0.0
         self.plan: RunPlan | None = None
         self._ahead = ahead
-        self._chunk = max(1, ahead // 2)
+        self._chunk = max(1, ahead * 3 // 4)  # delivered in good time before the steps must wait
         self._max_steps = sys.maxsize if max_steps is None else max_steps
         self._stop_when = stop_when
         self._copy_feeds = copy_feeds
@@ -250,26 +250,28 @@ class Steps:
         return more
 
     def _turn(self) -> bool:
-        session, out, feed = self.session, self.out, self.feed
-        runs, times = session._runs, session._step_times
-        fixed = isinstance(feed, FixedFeed)
-        items, stop_when = feed.items, self._stop_when
-        must_yield = self._device.others_wait if self._aside is None else _never
-        stopping = session._stopping
+        session, out, feed, device = self.session, self.out, self.feed, self._device
+        runs, step_times, run_times = session._runs, session._step_times, session._run_times
+        items, fixed, stop_when = feed.items, isinstance(feed, FixedFeed), self._stop_when
+        ahead, chunk, max_steps = self._ahead, self._chunk, self._max_steps
+        coordinator, aside = session._coordinator, self._aside is not None
+        stopping = _never if coordinator is None else coordinator.should_stop
+        control, interactive, streams, kicked = device.control, device.interactive, device.streams, device.kicked
         now = self.started
         feed.hungry = False
+        # This loop is what a small step costs beyond TensorFlow: it calls no function that it can do without.
         while True:
             if self._closing or self.finished:
                 return False
-            if self.steps_run >= self._max_steps:
+            if self.steps_run >= max_steps:
                 self.finish("max_steps")
                 return False
             if stopping():
                 self.finish("stop")
                 return False
-            if runs.paused and self._aside is None and self._park(lambda: runs.paused):
+            if runs.paused and not aside and self._park(lambda: runs.paused):
                 return False
-            if len(out) >= self._ahead and self._no_room() and self._park(self._no_room):
+            if len(out) >= ahead and self._no_room() and self._park(self._no_room):
                 return False
             if not items:
                 # In lock-step the producer makes a feed only for a hungry stream: tell it, then look once more.
@@ -278,35 +280,43 @@ class Steps:
                 if not items:
                     return False
                 feed.hungry = False
-            item = items[0] if fixed else items.popleft()
-            if item.__class__ is not tuple:
-                if item is END:
-                    self.finish("feed")
-                    return False
-                if item.__class__ is Failure:
-                    self._feed_failed(item.error)
-                    return False
-                assert isinstance(item, Unconverted)
-                plan = session._plans.plan(self.fetches, item.feed_dict)
-                item = (plan, plan.convert(item.feed_dict))
-            if not fixed:
+            if fixed:
+                item = items[0]
+            else:
+                item = items.popleft()
                 feed.used()
+            if item.__class__ is not tuple:
+                item = self._other_item(item)
+                if item is None:
+                    return False
             plan, args = item
-            result = runs.run(plan, args) if plan.is_training else plan.execute(args)
+            training = plan.is_training
+            result = runs.run(plan, args) if training else plan.execute(args)
             begun, now = now, monotonic()
             self.started = now
             self.steps_run += 1
             session._run_count += 1
-            times.append(now - begun)
+            (step_times if training else run_times).append(now - begun)
             out.append(result)
             if stop_when is not None and stop_when(result):
                 self.finish("stop_when")
                 return False
-            if self.waiter is not None and (len(out) >= self._chunk or now - self._rung_at > DELIVER_SECS):
+            if self.waiter is not None and (len(out) >= chunk or now - self._rung_at > DELIVER_SECS):
                 self._rung_at = now
                 self._wake_consumer()
-            if must_yield():
+            if (control or interactive or streams or kicked) and not aside:
                 return True
+
+    def _other_item(self, item: Any) -> tuple[RunPlan, Any] | None:
+        """What came instead of a feed that is ready; None when it is the end."""
+        if item is END:
+            self.finish("feed")
+            return None
+        if item.__class__ is Failure:
+            self.finish("error", item.error)
+            return None
+        plan = self.session._plans.plan(self.fetches, item.feed_dict)
+        return plan, plan.convert(item.feed_dict)
 
     def _no_room(self) -> bool:
         return len(self.out) >= self._ahead and (self.waiter is None or bool(self.out))
@@ -340,9 +350,6 @@ class Steps:
         else:
             # Raised as itself, StopAsyncIteration would pass for the end of the stream.
             self.finish("error", boxed(error, self.describe, StopAsyncIteration))
-
-    def _feed_failed(self, error: BaseException) -> None:
-        self.finish("error", error)
 
 
 def _never() -> bool:
