@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 import warnings
@@ -190,6 +191,23 @@ def test_errors_without_their_formatting(call: Any, monkeypatch: pytest.MonkeyPa
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         _tf.raise_as_session_run(object(), error)  # type: ignore[arg-type]
     assert caught.value is error
+
+
+def test_a_graph_has_one_object_per_op_and_tensor(graph: tf.Graph) -> None:
+    """The analysis and the keys of plans go by the ids of these objects."""
+    with graph.as_default():
+        tf.compat.v1.placeholder(tf.float32, [], name="x")
+        tf.add(graph.get_tensor_by_name("x:0"), 1.0, name="y")
+    x, y = (id(graph.get_operation_by_name(name)) for name in "xy")
+    tensor = id(graph.get_tensor_by_name("x:0"))
+    gc.collect()
+    [object() for _ in range(1000)]  # would take the place of one that is gone
+    assert (id(graph.get_operation_by_name("x")), id(graph.get_operation_by_name("y"))) == (x, y)
+    assert id(graph.get_operation_by_name("y").inputs[0]) == id(graph.get_tensor_by_name("x:0")) == tensor
+    assert id(graph.get_operation_by_name("y").inputs[0].op) == x
+    with graph.as_default(), tf.control_dependencies(["x"]):
+        after = tf.no_op()
+    assert [id(op) for op in after.control_inputs] == [x]
 
 
 def test_function_bodies(graph: tf.Graph, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ class Touches:
             functions. Two ops that take from the same queue are two sources.
         enqueues: Queues (barriers, staging areas) that something is put into.
         closes: Queues that are closed.
+        gradients: Accumulators that gradients are handed to, for somebody else to apply: synchronised replicas.
         alters: Other state that is changed: tables, files, iterators that are started again.
         may_wait: What the run may have to wait for: names of queues, iterators and of ops of other kinds.
         calls: Functions are called, whose bodies TensorFlow may run on threads of its own.
@@ -57,6 +58,7 @@ class Touches:
     sources: frozenset[str] = _NONE
     enqueues: frozenset[str] = _NONE
     closes: frozenset[str] = _NONE
+    gradients: frozenset[str] = _NONE
     alters: frozenset[str] = _NONE
     may_wait: frozenset[str] = _NONE
     calls: bool = False
@@ -73,10 +75,17 @@ class Touches:
         return self.variables_written - self.variables_initialised - self.counters
 
     def trains(self, global_step: str | None) -> bool:
-        """Whether this is a training run: it changes the global step or, without one, any variable."""
-        if global_step is not None:
-            return global_step in self.variables_changed
-        return bool(self.variables_changed) and not self.only_fills
+        """Whether this is a training run: it changes the global step or, without one, any variable.
+
+        Initialising and restoring is no training, nor is counting the epochs of a queue that is filled. Handing
+        gradients to an accumulator is: with synchronised replicas another run moves the global step.
+        """
+        if self.only_fills:
+            return False
+        written = self.variables_written - self.variables_initialised
+        if self.gradients:
+            return True
+        return bool(written) if global_step is None else global_step in written
 
 
 def analyse(graph: tf.Graph, fetches: Iterable[Any], fed_tensors: Iterable[tf.Tensor] = ()) -> Touches:
@@ -250,6 +259,7 @@ class GraphIndex:
             sources=frozenset(sources),
             enqueues=frozenset(found[Kind.PUT]),
             closes=frozenset(found[Kind.CLOSE]),
+            gradients=frozenset(found[Kind.COLLECT]),
             alters=frozenset(found[Kind.ALTER]),
             may_wait=frozenset(found[Kind.WAIT]),
             calls=calls,

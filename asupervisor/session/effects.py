@@ -19,6 +19,7 @@ class Kind(enum.Enum):
     CLOSE = "closes a queue"
     WAIT = "waits for somebody else"
     ALTER = "changes some other state"
+    COLLECT = "hands gradients to somebody who applies them"
 
 
 #: Handle at input 0, unless `HANDLE_INDEX` says otherwise.
@@ -93,9 +94,9 @@ EFFECTS: dict[str, tuple[Kind, ...]] = {
     "AccumulatorTakeGradient": (Kind.TAKE, Kind.WAIT),
     "SparseAccumulatorTakeGradient": (Kind.TAKE, Kind.WAIT),
     "ResourceAccumulatorTakeGradient": (Kind.TAKE, Kind.WAIT),
-    "AccumulatorApplyGradient": (Kind.ALTER,),
-    "SparseAccumulatorApplyGradient": (Kind.ALTER,),
-    "ResourceAccumulatorApplyGradient": (Kind.ALTER,),
+    "AccumulatorApplyGradient": (Kind.ALTER, Kind.COLLECT),
+    "SparseAccumulatorApplyGradient": (Kind.ALTER, Kind.COLLECT),
+    "ResourceAccumulatorApplyGradient": (Kind.ALTER, Kind.COLLECT),
     "AccumulatorSetGlobalStep": (Kind.ALTER,),
     "ResourceAccumulatorSetGlobalStep": (Kind.ALTER,),
     "AccumulatorNumAccumulated": (),

@@ -140,7 +140,7 @@ class RunPlan:
 class _Shared:
     """What the plans of one cache share."""
 
-    __slots__ = ("compiles", "global_step", "graph", "inline", "lock", "raw")
+    __slots__ = ("_one_device", "compiles", "global_step", "graph", "inline", "lock", "raw")
 
     def __init__(self, raw: tf.compat.v1.Session, global_step: Any, inline: Inline) -> None:
         self.raw = raw
@@ -149,6 +149,16 @@ class _Shared:
         self.compiles = _tf.can_compile(raw) and not raw.sess_str
         self.inline: bool | None = None if inline == "auto" else inline
         self.lock = threading.RLock()
+        self._one_device: bool | None = None
+
+    def has_one_device(self) -> bool:
+        """Whether all ops run on one device, so that none waits for a tensor from another."""
+        if self._one_device is None:
+            try:
+                self._one_device = len(self.raw.list_devices()) == 1
+            except (tf.errors.OpError, RuntimeError):
+                return False
+        return self._one_device
 
 
 class PlanCache:
@@ -306,7 +316,9 @@ class PlanCache:
             not touches.may_wait
             and not touches.calls
             and touches.size <= LARGEST_TRIAL_OPS
+            and shared.inline is not False
             and not _tf.has_operation_timeout(shared.raw)
+            and shared.has_one_device()
         )
         return shared.inline if may else False
 

@@ -80,6 +80,36 @@ def test_an_assignment_by_hand_is_training(model):
     assert analyse(model.graph, [both]).trains(model.step_name)
 
 
+def test_counting_the_global_step_is_training(graph, variables):
+    with graph.as_default():
+        step = tf1.train.get_or_create_global_step()
+        count = (
+            step.count_up_to(3)
+            if variables == "ref"
+            else tf.raw_ops.ResourceCountUpTo(resource=step.handle, limit=3, T=tf.int64)
+        )
+    touches = analyse(graph, [count])
+    assert touches.counters == touches.variables_written == {"global_step"}
+    assert touches.trains("global_step")
+
+
+def test_synchronised_replicas(graph, variables):
+    """The worker's own run does not move the global step: the chief's queue runner does, for all of them."""
+    with graph.as_default():
+        step = tf1.train.get_or_create_global_step()
+        w = tf1.get_variable("w", initializer=1.0)
+        optimizer = tf1.train.SyncReplicasOptimizer(tf1.train.GradientDescentOptimizer(0.1), 1, 1)
+        train = optimizer.minimize(tf.square(w), global_step=step)
+        runner = optimizer.get_chief_queue_runner()
+    touches = analyse(graph, [train])
+    assert "global_step" not in touches.variables_written
+    assert touches.gradients
+    assert touches.trains("global_step")
+    sync = analyse(graph, [runner.enqueue_ops[0]])
+    assert {"global_step", "w"} <= sync.variables_written
+    assert sync.trains("global_step")
+
+
 def test_only_the_global_step_counts_where_there_is_one(model):
     with model.graph.as_default():
         metric = tf1.assign_add(model.w, 1.0).op
@@ -354,7 +384,7 @@ def test_accumulators(graph):
         accumulator = tf1.ConditionalAccumulator(tf.float32, shape=[], name="gradients")
         apply, take = accumulator.apply_grad(1.0), accumulator.take_grad(1)
     assert analyse(graph, [take]).may_wait == {"gradients"}
-    assert analyse(graph, [apply]).alters == {"gradients"}
+    assert analyse(graph, [apply]).alters == analyse(graph, [apply]).gradients == {"gradients"}
 
 
 def test_sources_inside_functions(graph):

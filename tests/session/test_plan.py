@@ -684,6 +684,15 @@ def test_sessions_with_a_timeout_never_run_in_the_callers_thread(model):
         assert plan._engine.way is Way.POOL
 
 
+def test_sessions_with_several_devices_never_run_in_the_callers_thread(model):
+    config = tf1.ConfigProto(device_count={"CPU": 2})
+    with tf1.Session(graph=model.graph, config=config) as raw:
+        raw.run(model.init)
+        plan = PlanCache(raw, inline=True).plan(model.count)
+        plan.run()
+        assert plan._engine.way is Way.POOL
+
+
 def test_large_graphs_are_not_compiled_twice(raw, model, monkeypatch):
     monkeypatch.setattr(engine, "LONGEST_COMPILATION_SECS", 0.0)
     plan = PlanCache(raw).plan(model.count)
