@@ -220,3 +220,11 @@ def test_function_bodies(graph: tf.Graph, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(type(graph), "_get_function", None)
     assert _tf.function_def(graph, name).signature.name == name
     assert _tf.function_def(graph, "nope") is None
+
+
+def test_padded_step_numbers(graph: tf.Graph) -> None:
+    with graph.as_default():
+        tf.compat.v1.get_variable("v", [1])
+        assert _tf.pads_step_number(tf.compat.v1.train.Saver(pad_step_number=True))
+        assert not _tf.pads_step_number(tf.compat.v1.train.Saver())
+    assert not _tf.pads_step_number(object())

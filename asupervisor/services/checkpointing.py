@@ -15,13 +15,12 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import anyio
-
 from asupervisor.checkpoint.records import CheckpointInfo, Kind, Outcome, SnapshotInfo
 from asupervisor.checkpoint.store import CheckpointStore, Snapshot
 from asupervisor.clock import Clock, SystemClock, next_boundary
 from asupervisor.errors import CheckpointNotRestored, LogdirInUse, SessionClosed
 from asupervisor.events import EventSink, log_only
+from asupervisor.runtime.racing import first_of
 
 if TYPE_CHECKING:
     from asupervisor.runtime.coordinator import Coordinator
@@ -149,21 +148,10 @@ class CheckpointService:
         return None
 
     async def _until_due(self, secs: float | None) -> None:
-        async with anyio.create_task_group() as race:
-
-            async def sleep(secs: float) -> None:
-                await self._clock.sleep(secs)
-                race.cancel_scope.cancel()
-
-            async def kicked() -> None:
-                await self._kick.wait()
-                race.cancel_scope.cancel()
-
-            if secs is not None:
-                race.start_soon(sleep, secs)
-            race.start_soon(kicked)
-            await self._coordinator.wait_for_stop()
-            race.cancel_scope.cancel()
+        waits: list[Coroutine[Any, Any, Any]] = [self._kick.wait(), self._coordinator.wait_for_stop()]
+        if secs is not None:
+            waits.append(self._clock.sleep(secs))
+        await first_of(*waits)
 
     # -------------------------------------------------------------------------------------- by hand, at the end
 
@@ -211,7 +199,8 @@ class CheckpointService:
             return None
         if not await self._wait_for(self._flight, deadline):
             raise TimeoutError(f"the save in flight was not done within {timeout_secs:g} s")
-        if self._waiting is None and not self._changed():
+        # A step that failed may have been applied in part: that is a change, too.
+        if self._waiting is None and not self._emergency and not self._changed():
             return None
         remaining = None if deadline is None else deadline - self._clock.monotonic()
         if remaining is not None and self._cost_secs is not None and remaining < self._cost_secs:
