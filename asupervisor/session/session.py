@@ -295,11 +295,11 @@ class AsyncSession:
             raise SessionClosed(self.name)
         return self.executor.call_blocking(self._entered, fn, args, label=_label(fn))
 
-    def sibling(self, plans: Callable[[Any], Plans]) -> AsyncSession:
+    def sibling(self, wrap: Callable[[Any, Any], tuple[Plans, Any]]) -> AsyncSession:
         """The same TensorFlow session, counted and paused together with this one, whose runs are planned differently.
 
         Args:
-            plans: Makes its plans from this session's.
+            wrap: Makes its plans, and what runs its training runs, from this session's.
         """
         sibling = AsyncSession(
             self.raw,
@@ -310,8 +310,7 @@ class AsyncSession:
             name=self.name,
             starved_after_secs=self._starved_after_secs,
         )
-        sibling._plans = plans(self._plans)
-        sibling._runs = self._runs
+        sibling._plans, sibling._runs = wrap(self._plans, self._runs)
         sibling._step_times, sibling._run_times = self._step_times, self._run_times
         self._siblings.append(sibling)
         return sibling
@@ -457,8 +456,11 @@ class AsyncSession:
 
         def work() -> None:
             try:
-                self._plans.drop()
+                # In this order: to release a compiled callable under a run that is in flight crashes the process.
+                # A closed session releases nothing.
                 self.raw.close()
+                for session in (*self._siblings, self):
+                    session._plans.drop()
             except Exception as error:
                 self._emit(
                     "session.close_failed",

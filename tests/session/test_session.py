@@ -695,6 +695,27 @@ async def test_the_owner_decides_what_close_does(make_session: Any) -> None:
     assert not sess.closed
 
 
+async def test_closing_under_a_run_in_flight_is_safe(make_session: Any, model: SimpleNamespace) -> None:
+    """TensorFlow crashes when a compiled callable is released while it runs."""
+    with model.graph.as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [64, 300])
+        product = x
+        for _ in range(40):
+            product = tf.nn.relu(tf.matmul(product, tf.random.uniform([300, 300])))
+    executor = DeviceExecutor()
+    for _ in range(15):
+        sess = make_session(executor)
+        for _ in range(3):
+            await sess.run(product, {x: np.ones([64, 300], np.float32)})
+        task = asyncio.create_task(sess.run(product, {x: np.ones([64, 300], np.float32)}))
+        while executor.busy() is None:
+            await asyncio.sleep(0)
+        task.cancel()
+        await sess.close()
+        await asyncio.wait((task,))
+    assert await executor.aclose(WAIT)
+
+
 async def test_a_close_that_hangs_is_bounded(make_session: Any, model: SimpleNamespace) -> None:
     """TensorFlow's close waits for a running Python op."""
     sess = make_session()
