@@ -12,6 +12,7 @@ import anyio
 from asupervisor.clock import Clock, SystemClock, next_boundary
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.joining import keep
+from asupervisor.runtime.racing import first_of
 from asupervisor.runtime.threads import SideThreads
 
 RunSync = Callable[..., Awaitable[Any]]
@@ -224,15 +225,7 @@ class LooperTask:
 
     async def _stopped_within(self, secs: float) -> bool:
         """Sleep by the clock; True as soon as the stop is requested."""
-        async with anyio.create_task_group() as race:
-
-            async def sleep() -> None:
-                await self._clock.sleep(secs)
-                race.cancel_scope.cancel()
-
-            race.start_soon(sleep)
-            await self._coord.wait_for_stop()
-            race.cancel_scope.cancel()
+        await first_of(self._clock.sleep(secs), self._coord.wait_for_stop())
         return self._coord.should_stop()
 
 
@@ -240,6 +233,11 @@ def check_arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Map
     """Raise TypeError where `target(*args, **kwargs)` cannot work, before anything is started."""
     if not callable(target):
         raise TypeError(f"'target' must be callable, not {target!r}")
+    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
+        raise TypeError(
+            f"{getattr(target, '__qualname__', target)!s} is a generator function: calling it would run nothing of it. "
+            "Leave out the yield."
+        )
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # a builtin that does not tell

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -118,6 +118,9 @@ class SupervisedRun:
         self._host: Host[AsyncSession] | None = None
         self._started_at = settings.clock.monotonic()
         self._start_step: int | None = None
+        self._seen_step: int | None = None  # of what has been given up, or saved
+        self._start_error: str | None = None
+        self._final: Status | None = None
 
     # ------------------------------------------------------------------ start
 
@@ -131,9 +134,24 @@ class SupervisedRun:
         max_wait_secs: float,
         start_standard_services: bool,
     ) -> AsyncSession:
-        """Make the session and what stands around it; see `Supervisor.prepare_or_wait_for_session`."""
-        settings, elements = self._settings, self._settings.elements
+        """Make the session and its services; see `Supervisor.prepare_or_wait_for_session`."""
         self._host = host
+        try:
+            return await self._start(host, master, config, wait_for_checkpoint, max_wait_secs, start_standard_services)
+        except Exception as error:
+            self._start_error = repr(error)
+            raise
+
+    async def _start(
+        self,
+        host: Host[AsyncSession],
+        master: str,
+        config: Any,
+        wait_for_checkpoint: bool,
+        max_wait_secs: float,
+        start_standard_services: bool,
+    ) -> AsyncSession:
+        settings, elements = self._settings, self._settings.elements
         if self._store is not None:
             self._store.lock = self._around.lock
         manager = self._manager.bound(
@@ -261,6 +279,7 @@ class SupervisedRun:
         return [host.spawn(feeder.name, feeder.run) for feeder in feeders]
 
     def _saved(self, info: CheckpointInfo) -> None:
+        self._seen_step = info.step
         # The writer may be closed already: by `stop()`, before a session that went on was closed.
         if self._writer is not None and info.step is not None and not self._writer.closed:
             self._writer.add_session_log("CHECKPOINT", info.step, checkpoint_path=info.prefix)
@@ -315,8 +334,8 @@ class SupervisedRun:
     @property
     def last_step(self) -> int | None:
         """The global step as last seen, or None; any thread."""
-        seen = None if self._step_counter is None else self._step_counter.last_step
-        return seen if seen is not None else self._start_step
+        counted = None if self._step_counter is None else self._step_counter.last_step
+        return max((step for step in (self._start_step, self._seen_step, counted) if step is not None), default=None)
 
     async def read_step(self) -> int | None:
         """The global step now, read between two steps; None where there is none."""
@@ -347,11 +366,20 @@ class SupervisedRun:
         return Outcome.STOPPED
 
     async def release(self) -> None:
-        """Close the session."""
-        if self._session is not None and not await self._session.close_raw(KILL_GRACE_SECS):
-            self._emit(
-                "session.close_blocked", "the session's close is blocked by a run that never ends", level="error"
-            )
+        """Close the session and let go of it: what is left is how things stood."""
+        session, host = self._session, self._host
+        try:
+            if session is not None and not await session.close_raw(KILL_GRACE_SECS):
+                self._emit(
+                    "session.close_blocked", "the session's close is blocked by a run that never ends", level="error"
+                )
+        finally:
+            if host is not None:
+                self._final = self.status(host)
+            self._seen_step = self.last_step
+            # The session refers to us through its `close`: without this, only the garbage collector could free it.
+            self._session = self._host = None
+            self._checkpoints = self._summaries = self._step_counter = None
 
     async def _close_session(self) -> None:
         """What `AsyncSession.close` does for a session of a supervisor: end everything, then raise the first error."""
@@ -375,9 +403,11 @@ class SupervisedRun:
 
     def status(self, host: Host[AsyncSession]) -> Status:
         """See `Supervisor.status`."""
-        settings = self._settings
+        services = tuple(service.status() for service in host.services)
+        if self._final is not None:
+            return replace(self._final, state=host.state, services=services)
+        settings, session, counter = self._settings, self._session, self._step_counter
         error = self._coordinator.error
-        session = self._session
         return Status(
             name=settings.name,
             state=host.state,
@@ -386,11 +416,11 @@ class SupervisedRun:
             uptime_secs=settings.clock.monotonic() - self._started_at,
             global_step=self.last_step,
             start_step=self._start_step,
-            steps_per_sec=None if self._step_counter is None else self._step_counter.steps_per_sec,
+            steps_per_sec=None if counter is None else counter.steps_per_sec,
             scalars={} if self._writer is None else self._writer.scalars,
-            services=tuple(service.status() for service in host.services),
+            services=services,
             last_checkpoint=None if self._store is None else self._store.last_prefix,
             summary_failures=0 if self._summaries is None else self._summaries.failures,
             session=None if session is None else session.statistics(),
-            error=None if error is None else repr(error),
+            error=self._start_error if error is None else repr(error),
         )
