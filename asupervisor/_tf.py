@@ -342,3 +342,84 @@ def unfinalize(graph: tf.Graph) -> bool:
         return False
     undo()
     return True
+
+
+# ------------------------------------------------------------------------------- monitored sessions and hooks
+
+
+def last_step_of(hook: Any) -> int | None:
+    """The step at which a hook of TensorFlow's stops the training, which it keeps privately.
+
+    Returns:
+        The step; None for another hook, before the hook knows it, or where it does not keep it any more.
+    """
+    kinds: list[Any] = [tf.compat.v1.train.StopAtStepHook]
+    try:
+        from tensorflow.python.training import basic_session_run_hooks
+
+        kinds.append(basic_session_run_hooks._MultiStepStopAtStepHook)
+    except (ImportError, AttributeError):
+        pass
+    if not isinstance(hook, tuple(kinds)):
+        return None
+    last_step = getattr(hook, "_last_step", None)
+    return None if last_step is None else int(last_step)
+
+
+def raised_by_session(error: BaseException) -> bool:
+    """Whether a run of TensorFlow's session raised this error, wherever the run was made.
+
+    Told by the innermost frame of its traceback; without the session's private module: no.
+    """
+    where = getattr(_session, "__file__", None)
+    traceback = error.__traceback__
+    if where is None or traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return bool(traceback.tb_frame.f_code.co_filename == where)
+
+
+def init_fn_of(scaffold: Any) -> Callable[..., Any] | None:
+    """The `init_fn` that a `Scaffold` was given; None where there is none, or it does not keep it any more.
+
+    Its public `init_fn` is a function around it, which hides whether it is a coroutine function.
+    """
+    return getattr(scaffold, "_user_init_fn", None)
+
+
+def session_creator_settings(creator: Any) -> dict[str, Any] | None:
+    """The constructor's arguments of TensorFlow's session creators, which keep them privately.
+
+    Returns:
+        The arguments by name, and ``is_chief``; None where it is not exactly one of these, or does not keep them.
+    """
+    names = {
+        tf.compat.v1.train.ChiefSessionCreator: (
+            "scaffold",
+            "master",
+            "config",
+            "checkpoint_dir",
+            "checkpoint_filename_with_path",
+        ),
+        tf.compat.v1.train.WorkerSessionCreator: ("scaffold", "master", "config", "max_wait_secs"),
+    }.get(type(creator))
+    if names is None:
+        return None
+    try:
+        settings: dict[str, Any] = {name: getattr(creator, f"_{name}") for name in names}
+    except AttributeError:
+        return None
+    settings["is_chief"] = type(creator) is tf.compat.v1.train.ChiefSessionCreator
+    return settings
+
+
+def chrome_trace(step_stats: Any) -> str | None:
+    """The `StepStats` of a run as a trace for Chrome's viewer (JSON); None where TensorFlow cannot make one."""
+    try:
+        from tensorflow.python.client import timeline
+
+        trace: str = timeline.Timeline(step_stats).generate_chrome_trace_format()
+    except (ImportError, AttributeError):
+        return None
+    return trace

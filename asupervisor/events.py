@@ -196,6 +196,8 @@ class Status:
         summary_failures: Summaries that could not be computed.
         session: Statistics of the session, by name; see `AsyncSession.statistics`.
         error: `repr` of the error that stopped it, or None.
+        restarts: How often a monitored session was made anew after an error.
+        outcome: How a monitored session ended: ``finished``, ``stopped``, ``error`` or ``cancelled``; None before that.
     """
 
     name: str
@@ -212,3 +214,5 @@ class Status:
     summary_failures: int = 0
     session: Any = None
     error: str | None = None
+    restarts: int = 0
+    outcome: str | None = None

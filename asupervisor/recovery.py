@@ -98,7 +98,10 @@ class RecoveryPolicy:
         allow_reinit: Whether a session without a checkpoint directory may be restarted, which initialises the model
             again and loses what was trained.
         origins: Where such an error may come from. By default not from a user's hook or step function: those may
-            raise anything, and mean it.
+            raise anything, and mean it. What TensorFlow's session raises in there comes from the run.
+        original: Whether those manners of the original are kept as well that are mended otherwise: a call that may
+            have been applied already is run again, an error of another kind that the session's coordinator holds
+            replaces the one that is recovered from, and leaving a block whose session was closed inside is an error.
     """
 
     max_restarts: int | None = 10
@@ -108,6 +111,7 @@ class RecoveryPolicy:
     errors: tuple[type[BaseException], ...] = (tf.errors.AbortedError, tf.errors.UnavailableError)
     allow_reinit: bool = False
     origins: frozenset[Origin] = frozenset(("run", "coordinator", "startup"))
+    original: bool = False
 
     @classmethod
     def like_tensorflow(cls) -> RecoveryPolicy:
@@ -118,6 +122,7 @@ class RecoveryPolicy:
             backoff=NO_PAUSE,
             allow_reinit=True,
             origins=frozenset(("run", "coordinator", "hook", "step_fn", "startup")),
+            original=True,
         )
 
     @classmethod

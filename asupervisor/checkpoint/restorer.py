@@ -72,7 +72,7 @@ class StoreRestorer:
             if checkpoint_dir is None:
                 return False
             directory = Path(checkpoint_dir).absolute()
-            if directory != store.directory:
+            if store.read_only or directory != store.directory:
                 return self._from_elsewhere(raw, saver, directory, store.basename)
             if self._from_own(raw, saver):
                 return True
@@ -158,6 +158,8 @@ class StoreRestorer:
         if entry is None:
             raise CheckpointNotRestored(str(directory), _why_none(catalogue, damaged))
         self._store.restored = restored
+        if directory == self._store.directory:  # it is read only for us, and somebody saves there by the saver itself
+            self._store.tell_saver()
         return True
 
     def _explicit(self, raw: tf.compat.v1.Session, saver: Any, prefix: str) -> bool:
@@ -169,7 +171,7 @@ class StoreRestorer:
             if damage is not None:
                 raise CheckpointDamaged(prefix, damage)
         restored = self._restore(raw, saver, prefix, None if entry is None else entry.step, ())
-        if path.parent == self._store.directory:
+        if path.parent == self._store.directory and not self._store.read_only:
             self._store.claim(restored)
         else:
             self._store.restored = restored if not self._store.writer.scan().regular else None

@@ -25,6 +25,7 @@ from asupervisor.checkpoint import files as fs
 from asupervisor.checkpoint import restore as rs
 from asupervisor.checkpoint import retention as rt
 from asupervisor.checkpoint import snapshot as sn
+from asupervisor.checkpoint.keeper import SnapshotKeeper
 from asupervisor.checkpoint.lock import LogdirLock
 from asupervisor.checkpoint.records import (
     CheckpointInfo,
@@ -90,6 +91,7 @@ class CheckpointStore:
         init_feed_dict: Feeds for the initialisers of variables that a checkpoint did not supply.
         run_id: Stands in manifests; random by default.
         lock: Checked before something is written, where given.
+        read_only: Only restore: nothing is written, moved or deleted in the directory, which may be another run's.
         clock: Where wall-clock time comes from.
         emit: Where events go.
         faults: Called at each named point of the commit protocol, for tests.
@@ -116,6 +118,7 @@ class CheckpointStore:
         init_feed_dict: Any = None,
         run_id: str | None = None,
         lock: LogdirLock | None = None,
+        read_only: bool = False,
         clock: Clock | None = None,
         emit: EventSink = log_only,
         faults: fs.FaultPoint = fs.no_faults,
@@ -139,6 +142,7 @@ class CheckpointStore:
         self.global_step = global_step
         self.run_id = run_id or secrets.token_hex(8)
         self.lock = lock
+        self.read_only = read_only
         self.restored: RestoreInfo | None = None
         """What the last restore did, or None."""
         self.last: CheckpointInfo | None = None
@@ -159,7 +163,7 @@ class CheckpointStore:
         self.restorer = StoreRestorer(self)
         """What a SessionManager takes as its `restore`."""
         self._faults = faults
-        self._ops = sn.add_snapshot_ops(graph, saver, global_step)
+        self.snapshots = SnapshotKeeper(graph, saver, global_step)
         self._meta: tuple[int, bytes] | None = None
         self._mutex = threading.Lock()
         self._claimed = False
@@ -236,12 +240,18 @@ class CheckpointStore:
         Args:
             raw: The session.
         """
-        if self._ops is None or not sn.can_hold(raw):
-            return
-        try:
-            sn.hold(raw, self._ops).release()
-        except tf.errors.FailedPreconditionError:  # not initialised: it is prepared all the same
-            pass
+        self.snapshots.warm_up(raw)
+
+    def reserve(self, raw: tf.compat.v1.Session) -> None:
+        """Have the memory of the next snapshot ready, one copy of the model; on a side thread, beside the steps.
+
+        Optional: a snapshot without it is as good, and holds training up for longer. Does nothing while a snapshot is
+        alive, and where it has been done.
+
+        Args:
+            raw: The session.
+        """
+        self.snapshots.reserve(raw)
 
     def snapshot(
         self,
@@ -253,7 +263,8 @@ class CheckpointStore:
     ) -> Snapshot:
         """Take the state between two steps; on the device thread.
 
-        Pass the result to `publish` on a side thread, or `discard` it.
+        Pass the result to `publish` on a side thread, or `discard` it. One is alive at a time: an earlier one that
+        is not being published is discarded.
 
         Args:
             raw: The session.
@@ -262,14 +273,15 @@ class CheckpointStore:
             training_runs: Noted in `SnapshotInfo`.
 
         Raises:
+            RuntimeError: The earlier one is being published.
             Exception: What TensorFlow, or a saver's own `save`, raises.
         """
         begun = perf_counter()
         now_secs = self._clock.time()
         snapshot: Snapshot
-        if self._ops is not None and sn.can_hold(raw):
-            held = sn.hold(raw, self._ops)
-            found, size = (held.step if step is None else step), self._ops.bytes
+        if self.snapshots.works_in(raw):
+            held = self.snapshots.take(raw)
+            found, size = (held.step if step is None else step), held.ops.bytes
             snapshot = Snapshot(SnapshotInfo(found, kind, size, 0.0, now_secs, training_runs), held=held)
         else:
             found = self.read_step(raw) if step is None else step
@@ -311,7 +323,7 @@ class CheckpointStore:
         if self._warned_fallback:
             return
         self._warned_fallback = True
-        if sn.plain_save_op(self.graph, self.saver) is not None and self._ops is None:
+        if sn.plain_save_op(self.graph, self.saver) is not None and self.snapshots.ops is None:
             self._emit(
                 "checkpoint.no_snapshots",
                 "the graph was finalised before it got the ops of snapshots: training stands still while the saver "
@@ -337,14 +349,13 @@ class CheckpointStore:
         """
         begun = perf_counter()
         try:
-            with self._mutex:
+            with self.snapshots.writing(snapshot.held), self._mutex:
                 self._prepare_directory()
-                info = self._publish(snapshot, begun)
+                return self._publish(snapshot, begun)
         except tf.errors.OpError as error:
             raise as_os_error(error) from error
         finally:
             snapshot.discard()
-        return info
 
     def _publish(self, snapshot: Snapshot, begun: float) -> CheckpointInfo:
         with self._files_of(snapshot) as (temporary, name, nonfinite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,12 +14,14 @@ class HookOutcome:
 
     Attributes:
         reason: ``"finished"``: the body ended by itself, or by the end of its input. ``"stopped"``: a stop was
-            requested. ``"error"``: something failed. ``"cancelled"``: the body was cancelled.
-        error: What failed, or None.
+            requested. ``"error"``: something failed. ``"cancelled"``: the body was cancelled or interrupted.
+        error: What failed, or what cancelled it; None after a clean end.
+        told_by: The exception that told of the clean end, if one did: an `OutOfRangeError`, or a `StopRequested`.
     """
 
     reason: Literal["finished", "stopped", "error", "cancelled"]
     error: BaseException | None = None
+    told_by: BaseException | None = None
 
     @property
     def clean(self) -> bool:
@@ -33,6 +36,10 @@ class AsyncSessionRunHook:
     thread with the graph entered and gets TensorFlow's session: it may call `session.run` there. Override what is
     needed. See the timeline at the top of `asupervisor.hooks`.
 
+    Runs with their hooks do not overlap, unless all that a run does is to fill or close a queue. A plain method that
+    raises StopIteration, or a coroutine function that raises StopAsyncIteration, ends the block cleanly, as does
+    `StopRequested`; any other exception leaves the run as it is.
+
     Source: `tf.compat.v1.train.SessionRunHook`.
     """
 
@@ -44,8 +51,19 @@ class AsyncSessionRunHook:
 
         Args:
             session: The session.
-            coord: Its coordinator: a `Coordinator` on the event loop, a blocking view of it on the device thread.
+            coord: Its coordinator: a `Coordinator` on the event loop, a blocking view of it on the device thread. It
+                is another one after a recovery.
         """
+
+    def is_done(self, global_step: int | None) -> bool:
+        """Asked once for each session, before its first run: whether there is nothing left to do.
+
+        It is always a plain function, and runs on the device thread.
+
+        Args:
+            global_step: The global step, or None where there is none.
+        """
+        return False
 
     def before_run(self, run_context: Any) -> Any:
         """Called before each run.
@@ -60,6 +78,9 @@ class AsyncSessionRunHook:
     def after_run(self, run_context: Any, run_values: Any) -> Any:
         """Called after each run that succeeded.
 
+        With a coroutine function among the hooks of a session, a caller that is cancelled during the run has no
+        `after_run`, as after a run that failed.
+
         Args:
             run_context: As for `before_run`; its `request_stop()` ends the session's `should_stop` loop.
             run_values: A `tf.compat.v1.train.SessionRunValues` with the results of this hook's fetches.
@@ -69,7 +90,7 @@ class AsyncSessionRunHook:
         """Called once, at a clean end, while the session is open."""
 
     def finish(self, session: Any, outcome: HookOutcome) -> Any:
-        """Called exactly once for each hook that began, however the session ended; the last call.
+        """Called exactly once for each hook whose `begin` was called, however the session ended; the last call.
 
         Args:
             session: The session, or None if there is none.
@@ -79,6 +100,19 @@ class AsyncSessionRunHook:
 
 def is_async(method: Any) -> bool:
     """Whether a hook's method is a coroutine function."""
-    while hasattr(method, "func"):  # functools.partial
+    while isinstance(method, functools.partial):
         method = method.func
     return inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(getattr(method, "__call__", None))  # noqa: B004
+
+
+def checked(result: Any, what: Any) -> Any:
+    """What a plain method returned.
+
+    Raises:
+        TypeError: It is awaitable: the method was not told for a coroutine function.
+    """
+    if result is not None and inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise TypeError(f"{what!r} returned an awaitable: its method must be declared by `async def`")
+    return result

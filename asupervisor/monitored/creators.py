@@ -2,17 +2,22 @@
 
 A creator of ours is prepared once, after the hooks' `begin`: the scaffold is finalised and the ops of snapshots are
 added. Then it makes a session each time one is needed: at the start, and after each recovery.
+
+Without a service that saves there, a checkpoint directory is only read: it may belong to another run.
 """
 
 from __future__ import annotations
 
 import abc
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
+from asupervisor import _tf
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock, SystemClock
 from asupervisor.events import EventSink, log_only
@@ -23,12 +28,21 @@ from asupervisor.session.session import AsyncSession
 
 tf1 = tf.compat.v1
 
+OnRestart = Literal["initialises", "restores", "adopts"]
+
 
 class SessionCreator(abc.ABC):
     """Makes sessions; subclass it for a way of your own.
 
     Source: `tf.compat.v1.train.SessionCreator`.
+
+    Attributes:
+        on_restart: What a session finds that is made because another one was lost. ``"initialises"``: a new model, so
+            that what was trained is gone. ``"restores"``: the model of a checkpoint. ``"adopts"``: the live model,
+            which other processes keep.
     """
+
+    on_restart: OnRestart = "initialises"
 
     @abc.abstractmethod
     def create_session(self) -> Any:
@@ -60,8 +74,16 @@ class Prepared:
     settings: RunSettings
     store: CheckpointStore | None
     manager: SessionManager
+    master: str
+    config: Any
     max_wait_secs: float
-    restorable: bool
+    on_restart: OnRestart
+
+    def can_restore(self) -> bool:
+        """Whether there is a checkpoint to restore now; blocking."""
+        if self.settings.checkpoint_filename_with_path is not None:
+            return True
+        return self.store is not None and bool(self.store.writer.scan().regular)
 
 
 class _ScaffoldedCreator(SessionCreator):
@@ -95,24 +117,27 @@ class _ScaffoldedCreator(SessionCreator):
         name: str = "MonitoredSession",
         saving: SavingSettings | None = None,
         stop_grace_secs: float = 120,
+        recovery_wait_secs: float = 30,
         clock: Clock | None = None,
         emit: EventSink = log_only,
     ) -> Prepared:
         """Finalise the scaffold and the graph; blocking, on a thread that may enter the graph."""
+        read_only = saving is None or self.checkpoint_dir is None
         saving = saving or SavingSettings()
         clock = clock or SystemClock()
         with self.graph.as_default():
             scaffold = self.scaffold = self.scaffold or tf1.train.Scaffold()
-            restoring = self.checkpoint_dir is not None
+            restoring = self.is_chief and self.checkpoint_dir is not None
             store: CheckpointStore | None = None
-            if self.is_chief and restoring and not self.graph.finalized:
+            if restoring and not read_only and not self.graph.finalized:
                 saver = scaffold.saver or self._default_saver()
-                if saver is not None:
+                # A `tf.train.Checkpoint` becomes a saver in `finalize` only.
+                if saver is not None and not isinstance(saver, tf.train.Checkpoint):
                     # Before `finalize`, which does not let the ops of snapshots in any more.
-                    store = self._store(saver, clock, emit)
+                    store = self._store(saver, clock, emit, read_only)
             scaffold.finalize()
-            if self.is_chief and restoring and store is None and scaffold.saver is not None:
-                store = self._store(scaffold.saver, clock, emit)
+            if restoring and store is None and scaffold.saver is not None:
+                store = self._store(scaffold.saver, clock, emit, read_only)
             elements = GraphElements(
                 self.graph,
                 scaffold.ready_op,
@@ -129,6 +154,7 @@ class _ScaffoldedCreator(SessionCreator):
                 ready_op=scaffold.ready_op,
                 ready_for_local_init_op=scaffold.ready_for_local_init_op,
                 graph=self.graph,
+                recovery_wait_secs=recovery_wait_secs,
             )
         settings = RunSettings(
             name=name,
@@ -138,12 +164,13 @@ class _ScaffoldedCreator(SessionCreator):
             checkpoint_basename="model.ckpt",
             checkpoint_filename_with_path=self.checkpoint_filename_with_path if self.is_chief else None,
             init_feed_dict=scaffold.init_feed_dict,
-            init_fn=scaffold.init_fn,
+            init_fn=_init_fn(scaffold),
             save_summaries_secs=saving.save_summaries_secs,
             save_summaries_steps=saving.save_summaries_steps,
             save_model_secs=saving.save_checkpoint_secs,
             save_model_steps=saving.save_checkpoint_steps,
             log_step_count_steps=saving.log_step_count_steps,
+            services_without_logdir=True,
             write_graph=saving.save_graph_def,
             save_on_exit=True,
             stop_grace_secs=stop_grace_secs,
@@ -153,19 +180,26 @@ class _ScaffoldedCreator(SessionCreator):
             settings=settings,
             store=store,
             manager=manager,
+            master=self.master,
+            config=self.config,
             max_wait_secs=self.max_wait_secs,
-            restorable=not self.is_chief
-            or self.checkpoint_dir is not None
-            or self.checkpoint_filename_with_path is not None,
+            on_restart=self._on_restart(),
         )
 
-    def _store(self, saver: Any, clock: Clock, emit: EventSink) -> CheckpointStore:
+    def _on_restart(self) -> OnRestart:
+        if not self.is_chief:
+            return "adopts"
+        has_place = self.checkpoint_dir is not None or self.checkpoint_filename_with_path is not None
+        return "restores" if has_place else "initialises"
+
+    def _store(self, saver: Any, clock: Clock, emit: EventSink, read_only: bool) -> CheckpointStore:
         assert self.checkpoint_dir is not None
         return CheckpointStore(
             self.checkpoint_dir,
             self.graph,
             saver,
             global_step=tf1.train.get_global_step(self.graph),
+            read_only=read_only,
             clock=clock,
             emit=emit,
         )
@@ -258,3 +292,32 @@ class WorkerSessionCreator(_ScaffoldedCreator):
         graph: tf.Graph | None = None,
     ) -> None:
         super().__init__(scaffold, master, config, graph, max_wait_secs=max_wait_secs)
+
+
+def _init_fn(scaffold: Any) -> Callable[[Any], Any] | None:
+    """The scaffold's `init_fn`, as a coroutine function where the user's is one."""
+    given = _tf.init_fn_of(scaffold)
+    if not inspect.iscoroutinefunction(given):
+        plain: Callable[[Any], Any] | None = scaffold.init_fn
+        return plain
+
+    async def init_fn(session: AsyncSession) -> None:
+        await given(scaffold, session)
+
+    return init_fn
+
+
+def as_ours(creator: Any, graph: tf.Graph | None) -> Any:
+    """One of our creators for one of TensorFlow's own; any other creator as it is."""
+    settings = _tf.session_creator_settings(creator)
+    if settings is None:
+        return creator
+    kind = ChiefSessionCreator if settings.pop("is_chief") else WorkerSessionCreator
+    return kind(**settings, graph=graph)
+
+
+def prepares(creator: Any) -> bool:
+    """Whether a creator is one of ours, and makes its sessions in our way: a subclass may have its own."""
+    return isinstance(creator, _ScaffoldedCreator) and (
+        type(creator).create_session is _ScaffoldedCreator.create_session
+    )

@@ -2,26 +2,70 @@
 
 Each incarnation is hosted by itself and has a stop state of its own: what fails in it may be recovered from, in which
 case the monitored session, its hooks and the body never stop.
+
+::
+
+    start:  session, initialised or restored ── queue feeders ── after_create_session of the chief's hooks
+            ── services, the first save ── after_create_session of the other hooks ── "is there anything to do?"
+    end:    services and threads of hooks end ── final save ── session closed
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from asupervisor.events import ServiceStatus, Status
-from asupervisor.hooks.chain import HookChain, HookedPlans
-from asupervisor.monitored.creators import Prepared, SessionCreator
+from asupervisor.checkpoint.records import CheckpointInfo
+from asupervisor.events import Status
+from asupervisor.hooks.chain import HookChain
+from asupervisor.hooks.plans import HookedPlans, HookedRuns
+from asupervisor.hooks.protocol import HookOutcome
+from asupervisor.monitored.creators import OnRestart, Prepared, SessionCreator
 from asupervisor.runtime.blocking_view import BlockingCoordinator
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.services.feeders import make_feeders
 from asupervisor.services.run import SupervisedRun
 from asupervisor.services.surroundings import Surroundings
+from asupervisor.session.elements import step_value
 from asupervisor.session.session import AsyncSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """What every incarnation of one monitored session is made of.
+
+    Attributes:
+        around: What stands around the monitored session.
+        creator: Makes sessions.
+        prepared: What a creator of ours has prepared, or None for one of the user's own.
+        graph: The graph.
+        chain: The hooks.
+        chief_hooks: How many of them, the first ones, belong to the chief.
+        services: Whether to start the services of a training session.
+        stop_grace_secs: See `MonitoredSession`.
+    """
+
+    around: Surroundings
+    creator: SessionCreator
+    prepared: Prepared | None
+    graph: tf.Graph
+    chain: HookChain
+    chief_hooks: int
+    services: bool
+    stop_grace_secs: float
+
+    @property
+    def on_restart(self) -> OnRestart:
+        """See `SessionCreator.on_restart`."""
+        of: Any = self.creator if self.prepared is None else self.prepared
+        found: OnRestart = getattr(of, "on_restart", "initialises")
+        return found
 
 
 class Incarnation:
@@ -29,128 +73,148 @@ class Incarnation:
 
     Args:
         number: 0 for the first one.
-        around: What stands around the monitored session.
-        creator: Makes the session.
-        prepared: What a creator of ours has prepared, or None for one of the user's own.
-        graph: The graph.
-        chain: The hooks.
-        services: Whether to start the services of a training session.
-        stop_grace_secs: See `MonitoredSession`.
+        of: What it is made of.
     """
 
-    def __init__(
-        self,
-        number: int,
-        around: Surroundings,
-        creator: SessionCreator,
-        prepared: Prepared | None,
-        graph: tf.Graph,
-        chain: HookChain,
-        services: bool,
-        stop_grace_secs: float,
-    ) -> None:
+    def __init__(self, number: int, of: Blueprint) -> None:
         self.number = number
-        self.coordinator = Coordinator((), consequence_types=(tf.errors.CancelledError,), emit=around.emit)
+        self.coordinator = Coordinator((), consequence_types=(tf.errors.CancelledError,), emit=of.around.emit)
+        self.loss: BaseException | None = None
+        """Why it was given up; None while it was not."""
+        self.ending = False
         self.run: SupervisedRun | None = None
-        self._around = around
-        self._creator = creator
-        self._prepared = prepared
-        self._graph = graph
-        self._chain = chain
-        self._services = services
+        self._of = of
         self._plain: AsyncSession | None = None
         self._hooked: AsyncSession | None = None
+        self._global_step: Any = None
         self._blocking = BlockingCoordinator(self.coordinator)
-        self._lost = False
         self._host: Host[AsyncSession] = Host(
             "MonitoredSession" if number == 0 else f"MonitoredSession, recovery {number}",
             self.coordinator,
-            startup=self._start,
+            startup=self._create,
             settle=self._settle,
             release=self._release,
-            stop_grace_secs=stop_grace_secs,
-            emit=around.emit,
+            stop_grace_secs=of.stop_grace_secs,
+            emit=of.around.emit,
         )
 
     # ------------------------------------------------------------------ start
 
     async def start(self) -> None:
-        """Create the session, start its services, and tell the hooks."""
+        """Create the session, start its services, and tell the hooks; if that fails, nothing is left of it."""
         await self._host.start()
-
-    async def _start(self, host: Host[AsyncSession]) -> AsyncSession:
-        self._plain = session = await self._create(host)
-        if not self._chain.runs_from_loop:
-            self._hooked = session.sibling(lambda plans: HookedPlans(self._chain, plans, session.raw))
-        await self._chain.after_create_session(session, self.coordinator, self._blocking, self.on_device)
-        return session
+        try:
+            await self._introduce()
+            self.coordinator.raise_requested_exception()
+        except BaseException:
+            await self.end(lost=True)
+            raise
 
     async def _create(self, host: Host[AsyncSession]) -> AsyncSession:
-        prepared = self._prepared
+        of = self._of
+        prepared = of.prepared
         if prepared is None:
             return await self._create_by_user(host)
         self.run = run = SupervisedRun(
             prepared.settings,
-            self._around,
+            of.around,
             store=prepared.store,
             session_manager=prepared.manager,
             coordinator=self.coordinator,
+            first=self.number == 0,
         )
-        creator: Any = self._creator
-        session = await run.start(
+        self._global_step = prepared.settings.elements.global_step
+        self._plain = session = await run.start(
             host,
-            master=creator.master,
-            config=creator.config,
+            master=prepared.master,
+            config=prepared.config,
             wait_for_checkpoint=False,
             max_wait_secs=prepared.max_wait_secs,
             start_standard_services=False,
         )
-        self._plain = session
-        if self._services:
-            run.start_standard_services(host, session)
-            await run.first_save()
         run.start_queue_runners(host, session, None)
         return session
 
     async def _create_by_user(self, host: Host[AsyncSession]) -> AsyncSession:
-        create = self._creator.create_session
+        of = self._of
+        create = of.creator.create_session
 
         def call() -> Any:
-            with self._graph.as_default():
+            with of.graph.as_default():
                 return create()
 
         if inspect.iscoroutinefunction(create):
             made = await create()
         else:
-            made = await self._around.executor.side(call, label="create_session")
+            made = await of.around.executor.side(call, label="create_session")
             if inspect.isawaitable(made):
                 made = await made
+        self._global_step = tf.compat.v1.train.get_global_step(made.graph)
         if not isinstance(made, AsyncSession):
             made = AsyncSession(
                 made,
-                self._around.executor,
+                of.around.executor,
                 coordinator=self.coordinator,
-                global_step=tf.compat.v1.train.get_global_step(made.graph),
-                emit=self._around.emit,
+                global_step=self._global_step,
+                emit=of.around.emit,
                 name="MonitoredSession",
             )
         self._plain = made
-        for feeder in make_feeders(made, None, coordinator=self.coordinator, emit=self._around.emit):
+        for feeder in make_feeders(made, None, coordinator=self.coordinator, emit=of.around.emit):
             host.spawn(feeder.name, feeder.run)
         return made
 
+    async def _introduce(self) -> None:
+        """The session to the hooks, in the order in which TensorFlow does it."""
+        of, chain, session = self._of, self._of.chain, self.plain
+        if not chain.runs_from_loop:
+            self._hooked = session if not chain.hooks else session.sibling(self._with_hooks)
+        if chain.hooks:
+            self.coordinator.add_stop_callback(self._blocking.wake)
+            self._host.spawn("threads of hooks", self._join_threads, critical=False)
+        await chain.after_create_session(
+            slice(0, of.chief_hooks), session, self.coordinator, self._blocking, self.on_device
+        )
+        if of.services and self.run is not None:
+            self.run.start_standard_services(self._host, session)
+            await self.run.first_save()
+        await chain.after_create_session(
+            slice(of.chief_hooks, None), session, self.coordinator, self._blocking, self.on_device
+        )
+        if chain.asks_whether_done:
+            await self.on_device(self._look_whether_done)
+
+    def _with_hooks(self, plans: Any, runs: Any) -> tuple[Any, Any]:
+        session = self.plain
+        return HookedPlans(self._of.chain, plans, runs, session.raw, session.executor), HookedRuns(runs)
+
+    def _look_whether_done(self) -> None:
+        try:
+            step = None if self._global_step is None else step_value(self.plain.raw.run(self._global_step))
+        except tf.errors.FailedPreconditionError:  # nobody was to initialise it
+            step = None
+        self._of.chain.look_whether_done(step)
+
+    async def _join_threads(self) -> None:
+        """Give the threads that hooks have registered the grace that services have; then tell of what is left."""
+        await self.coordinator.wait_for_stop()
+        for thread in self._blocking.threads:
+            while thread.is_alive() and thread is not threading.current_thread():
+                await self._of.around.executor.side(thread.join, 1.0, label=f"join {thread.name}")
+
     async def on_device(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn(*args)` on the device thread with the graph entered."""
+        """Run `fn(*args)` on the device thread of the session, with the graph entered."""
+        graph = self._of.graph
 
         def call() -> Any:
-            with self._graph.as_default():
+            with graph.as_default():
                 return fn(*args)
 
-        return await self._around.executor.call(call, label=getattr(fn, "__qualname__", "hook"))
+        return await self.plain.executor.call(call, label=getattr(fn, "__qualname__", "hook"))
 
     async def on_side(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)` on a side thread."""
-        return await self._around.executor.side(fn, *args)
+        return await self.plain.executor.side(fn, *args)
 
     # ------------------------------------------------------------------ use
 
@@ -168,40 +232,101 @@ class Incarnation:
     @property
     def usable(self) -> bool:
         """Whether it can be run."""
-        return self._plain is not None and not self._plain.closed and not self._lost
+        return self._plain is not None and not self._plain.closed and self.loss is None
+
+    @property
+    def restored(self) -> bool:
+        """Whether its model came from a checkpoint."""
+        return self.run is not None and self.run.restored_from is not None
+
+    @property
+    def last_step(self) -> int | None:
+        """The global step as last seen, or None; any thread."""
+        return None if self.run is None else self.run.last_step
+
+    async def read_step(self) -> int | None:
+        """The global step now; None where there is none, or it cannot be read."""
+        step = self._global_step
+        if step is None or not self.usable:
+            return None
+        try:
+            return step_value(await self.plain.control(lambda raw: raw.run(step)))
+        except (tf.errors.OpError, RuntimeError):
+            return None
+
+    async def only_fills(self, fetches: Any, feed_dict: Any) -> bool:
+        """Whether all that a run does is to fill or close a queue."""
+        plans: Any = self.plain._plans
+        plan = plans.peek(fetches, feed_dict) or await self.on_side(plans.plan, fetches, feed_dict)
+        return bool(plan.side_lane)
+
+    async def changes_nothing(self, fetches: Any, feed_dict: Any) -> bool:
+        """Whether a run may be done twice: it neither writes a variable nor takes or puts anything anywhere."""
+        plans: Any = self.plain._plans
+        touches = (await self.on_side(plans.plan, fetches, feed_dict)).touches
+        return not (touches.variables_written or touches.sources or touches.enqueues or touches.closes)
+
+    async def save(self) -> CheckpointInfo:
+        """See `MonitoredSession.save`."""
+        if self.run is None or not self._of.services:
+            raise RuntimeError("this session does not save: make it by MonitoredTrainingSession(checkpoint_dir=...)")
+        return await self.run.save()
 
     # ------------------------------------------------------------------ the end
 
-    async def end(self, *, lost: bool = False) -> None:
+    async def end(self, *, outcome: HookOutcome | None = None, lost: bool = False, hurry: bool = False) -> None:
         """Settle and close; wait for it.
 
         Args:
+            outcome: How the monitored session ended.
             lost: The session is given up: its state is not worth a save.
+            hurry: Somebody who waits was cancelled: services get no more grace.
         """
-        self._lost = self._lost or lost
+        self.ending = True
+        if lost and self.loss is None:
+            self.loss = _Lost()
+        if outcome is not None and not outcome.clean and self.run is not None:
+            self.run.end_with(outcome.error, cancelled=outcome.reason == "cancelled")
+        if hurry:
+            self._host.hurry()
         self._host.close()
         cancellations = await self._host.join()
         if cancellations:
             raise cancellations[-1]
 
     async def _settle(self) -> None:
-        if self.run is not None and not self._lost:
+        if self.run is None:
+            return
+        if self.loss is None:
             await self.run.settle()
+        else:
+            await self.run.drain()
 
     async def _release(self) -> None:
-        if self.run is not None:
-            await self.run.release()
-        elif self._plain is not None:
-            await self._plain.close_raw(KILL_GRACE_SECS)
-        # Threads that a hook has started with the coordinator: the closed session has freed them.
-        for thread in self._blocking.threads:
-            if thread.is_alive():
-                await self._around.executor.side(thread.join, KILL_GRACE_SECS, label=f"join {thread.name}")
+        left = [thread.name for thread in self._blocking.threads if thread.is_alive()]
+        try:
+            if self.run is not None:
+                await self.run.release()
+            elif self._plain is not None:
+                await self._plain.close()
+        finally:
+            # Threads of hooks that were blocked in a run: the closed session has freed them.
+            for thread in self._blocking.threads:
+                if thread.is_alive():
+                    await self._of.around.executor.side(thread.join, KILL_GRACE_SECS / 2, label=f"join {thread.name}")
+            left = [thread.name for thread in self._blocking.threads if thread.name in left and thread.is_alive()]
+            if left:
+                self._of.around.emit(
+                    "stop.threads_left",
+                    f"threads that hooks have started still run: {' '.join(left)}",
+                    level="warning",
+                    threads=left,
+                )
 
     def status(self) -> Status | None:
-        """How its session stands, where a creator of ours made it."""
+        """How its session stands, where a creator of ours made it; any thread."""
         return None if self.run is None else self.run.status(self._host)
 
-    def services(self) -> tuple[ServiceStatus, ...]:
-        """How its services stand."""
-        return tuple(service.status() for service in self._host.services)
+
+class _Lost(Exception):
+    """Stands for a loss without an error: the start of the session was not completed."""

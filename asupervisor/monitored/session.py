@@ -3,31 +3,40 @@
 ::
 
     MonitoredSession ─ Block, Host: the user's block, its stop state, what stands around it
-        └── Incarnation ─ Host: one TensorFlow session with its services; replaced at a recovery
+        └── Incarnations ─ when a session is replaced
+                └── Incarnation ─ Host: one TensorFlow session with its services
 """
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-import anyio
 import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.checkpoint.records import CheckpointInfo
 from asupervisor.clock import Clock, SystemClock
-from asupervisor.errors import RecoveryExhausted, SessionClosed, StepOutcomeUnknown, StopRequested
+from asupervisor.errors import SessionClosed, StopRequested, WrongEventLoop
 from asupervisor.events import Event, EventHub, Status
 from asupervisor.hooks.chain import HookChain
-from asupervisor.hooks.protocol import HookOutcome
-from asupervisor.monitored.creators import ChiefSessionCreator, Prepared, SavingSettings, SessionCreator
-from asupervisor.monitored.incarnation import Incarnation
-from asupervisor.monitored.stepping import MonitoredSteps, StepContext, check_step_fn
-from asupervisor.recovery import Origin, RecoveryHistory, RecoveryPolicy
+from asupervisor.hooks.protocol import HookOutcome, checked, is_async
+from asupervisor.monitored.creators import (
+    ChiefSessionCreator,
+    Prepared,
+    SavingSettings,
+    SessionCreator,
+    as_ours,
+    prepares,
+)
+from asupervisor.monitored.incarnation import Blueprint, Incarnation
+from asupervisor.monitored.recovering import Incarnations
+from asupervisor.monitored.stepping import StepContext, check_step_fn
+from asupervisor.monitored.streams import MonitoredSteps
+from asupervisor.recovery import RecoveryPolicy
 from asupervisor.runtime.block import Block
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
@@ -37,7 +46,8 @@ from asupervisor.session.elements import resolve_graph
 from asupervisor.session.session import AsyncSession
 from asupervisor.summary.base import SummaryWriter
 
-tf1 = tf.compat.v1
+CLEAN_ENDS = (tf.errors.OutOfRangeError, StopRequested)
+"""What leaves the body and means a clean end."""
 
 
 class MonitoredSession:
@@ -50,17 +60,24 @@ class MonitoredSession:
                 await sess.run(train_op)
 
     Leaving the block ends the hooks, saves where it saves, ends the queue feeders and closes the session. An
-    `OutOfRangeError`, and a stop that a hook or a step function asked for, do not leave it; any other exception does.
+    `OutOfRangeError`, and a stop that a hook or a step function asked for, do not leave it; any other exception does,
+    as the same object. The first one that went wrong leaves; later ones are its notes.
 
     Recovery: where a run fails with an error that the policy recovers from, or the session's coordinator holds one,
     the session is closed and made anew after a pause, and the call is run again, unless the state that it finds may
     already hold its effect: then `StepOutcomeUnknown` is raised. Each recovery is an event. A requested stop survives
-    it.
+    it. Where nothing could be restored, the model is not initialised again, and the error leaves.
+
+    Differences from the original: the session begins with the block, not with the constructor; `close` is idempotent;
+    a stop that a hook requested survives a recovery; every hook has its last call, whatever another one raised; without
+    a global step there is no step counter, and no error. An error that some thread has reported to the session's
+    coordinator is never taken for a clean end, whatever its class.
 
     Source: `tf.compat.v1.train.MonitoredSession`.
 
     Args:
-        session_creator: Where sessions come from; None for a `ChiefSessionCreator` with defaults.
+        session_creator: Where sessions come from; None for a `ChiefSessionCreator` with defaults. TensorFlow's own
+            creators work, too.
         hooks: The hooks, in order; TensorFlow's run unchanged, on the device thread.
         stop_grace_period_secs: What services have to end by themselves after a stop, in seconds.
         graph: The graph; None for that of the creator, or the caller's default graph.
@@ -87,45 +104,51 @@ class MonitoredSession:
         clock: Clock | None = None,
         executor: DeviceExecutor | None = None,
         _name: str = "MonitoredSession",
+        _chief_hooks: int = 0,
         _saving: SavingSettings | None = None,
         _writer: Callable[[EventHub], SummaryWriter | None] | None = None,
     ) -> None:
         if session_creator is None:
             session_creator = ChiefSessionCreator(graph=graph)
+        session_creator = as_ours(session_creator, graph)
         self._graph = graph or getattr(session_creator, "graph", None) or resolve_graph(None)
         self._creator = session_creator
         self._name = _name
         self._clock = clock or SystemClock()
         self._hub = EventHub(self._name, self._clock)
         self._emit = self._hub.emit
-        self._policy = recovery or RecoveryPolicy()
         self._recovery_wait_secs = recovery_wait_secs
-        self._history = RecoveryHistory()
         self._saving = _saving
         self._stop_grace_secs = stop_grace_period_secs
+        self._chief_hooks = _chief_hooks
         self._chain = HookChain(tuple(hooks or ()), self._emit)
-        self._coord = Coordinator(consequence_types=(tf.errors.CancelledError,), emit=self._emit)
+        # No error that a thread or a service reports is a clean end; what the body raises is looked at in `_leave`.
+        self._coord = Coordinator((StopRequested,), consequence_types=(tf.errors.CancelledError,), emit=self._emit)
+        self._incarnations = Incarnations(
+            self._name, recovery or RecoveryPolicy(), self._coord, self._clock, self._emit
+        )
         self._executor = executor
         self._writer = None if _writer is None else _writer(self._hub)
         self._around: Surroundings | None = None
-        self._prepared: Prepared | None = None
-        self._incarnation: Incarnation | None = None
-        self._recovering = anyio.Lock()
         self._block: Block[MonitoredSession] | None = None
         self._host: Host[MonitoredSession] | None = None
-        self._body_error: BaseException | None = None
+        self._ending: HookOutcome | None = None
+        self._outcome: HookOutcome | None = None
         self._closed = False
         self._was_finalized = False
+        self._last_status: Status | None = None
 
     # ------------------------------------------------------------------ enter and exit
 
     async def open(self) -> Self:
         """Enter without a block; end it by `await close()`."""
         await self._new_block().enter(attached=False)
+        self._incarnations.told_to_stop()
         return self
 
     async def __aenter__(self) -> Self:
         await self._new_block().__aenter__()
+        self._incarnations.told_to_stop()
         return self
 
     async def __aexit__(
@@ -134,7 +157,12 @@ class MonitoredSession:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        return await self._leave(exc)
+        if self._block is None and exc is None and self._incarnations.policy.original:
+            raise RuntimeError("Session is already closed.")
+        try:
+            return await self._leave(exc)
+        finally:
+            del exc, traceback
 
     async def close(self) -> None:
         """End the session; idempotent. See the class for what that does and what leaves."""
@@ -145,13 +173,37 @@ class MonitoredSession:
         if block is None:
             return False
         self._closed = True
-        self._body_error = exc
+        clean = isinstance(exc, CLEAN_ENDS)
+        overdue = block.sent_cancel and isinstance(exc, asyncio.CancelledError)  # it is ours, because of a stop
+        if exc is None or clean or overdue:
+            stopped = self._stop_asked() or isinstance(exc, StopRequested)
+            self._ending = HookOutcome("stopped" if stopped else "finished", told_by=exc if clean else None)
+            if not self._coord.should_stop():
+                self._incarnations.leave()
+            if clean and exc is not None:
+                self._tell_of_clean_end(exc)
+        elif not isinstance(exc, Exception):
+            self._ending = HookOutcome("cancelled", exc)
         try:
-            return await block.exit(exc)
+            return await block.exit(None if clean else exc) or clean
         finally:
-            self._body_error = None
-            self._host = None
-            del exc
+            self._ending = self._host = None
+            del exc, block, self
+
+    def _stop_asked(self) -> bool:
+        """Whether a hook or anybody else has requested a stop, the end of the block aside; any thread."""
+        return self._chain.stop_requested or self._coord.should_stop() or self._incarnations.should_stop()
+
+    def _tell_of_clean_end(self, error: BaseException) -> None:
+        op = getattr(getattr(error, "op", None), "name", None)
+        text = str(error).strip().partition("\n")[0]
+        self._emit(
+            "stop.clean",
+            f"clean end, told by {op or 'the body'}: {type(error).__name__}: {text}",
+            where="the body",
+            op=op,
+            error=repr(error),
+        )
 
     def _new_block(self) -> Block[MonitoredSession]:
         if self._block is not None or self._closed:
@@ -160,8 +212,8 @@ class MonitoredSession:
         return self._block
 
     def _new_host(self) -> Host[MonitoredSession]:
-        creates_files = self._saving is not None
-        logdir = getattr(self._creator, "checkpoint_dir", None) if creates_files else None
+        saving = self._saving
+        logdir = None if saving is None else getattr(self._creator, "checkpoint_dir", None)
         self._around = around = Surroundings(
             self._name, self._coord, self._hub, executor=self._executor, writer=self._writer, logdir=logdir
         )
@@ -173,7 +225,7 @@ class MonitoredSession:
             release=self._release,
             close_now=around.close_now,
             stragglers=around.stragglers,
-            # The incarnation gives the grace to its services; this host waits for that.
+            # The session's own host gives the grace to its services; this one waits for that.
             stop_grace_secs=self._stop_grace_secs,
             emit=self._emit,
         )
@@ -182,216 +234,169 @@ class MonitoredSession:
     async def _start(self, host: Host[MonitoredSession]) -> MonitoredSession:
         around = self._around
         assert around is not None
-        await around.open()
-        self._was_finalized = self._graph.finalized
-        await self._chain.begin(self._on_thread)
-        prepare = getattr(self._creator, "prepare", None)
-        if prepare is not None:
-            self._prepared = await self._on_thread(self._prepare, prepare)
-        self._coord.add_stop_callback(self._pass_stop_on)
-        await self._begin_incarnation(0)
+        try:
+            await around.open()
+            self._was_finalized = self._graph.finalized
+            await self._chain.begin(self._on_thread)
+            prepared = await self._on_thread(self._prepare) if prepares(self._creator) else None
+            blueprint = Blueprint(
+                around=around,
+                creator=self._creator,
+                prepared=prepared,
+                graph=self._graph,
+                chain=self._chain,
+                chief_hooks=self._chief_hooks,
+                services=self._saving is not None,
+                stop_grace_secs=self._stop_grace_secs,
+            )
+            await self._incarnations.begin(blueprint, host)
+        except StopRequested as error:
+            self._ending = HookOutcome("stopped", told_by=error)
+            raise
+        except Exception as error:
+            self._ending = HookOutcome("error", error)
+            raise
+        except BaseException as error:
+            self._ending = HookOutcome("cancelled", error)
+            raise
         return self
 
-    def _prepare(self, prepare: Callable[..., Prepared]) -> Prepared:
-        return prepare(
+    def _prepare(self) -> Prepared:
+        creator: Any = self._creator
+        prepared: Prepared = creator.prepare(
             name=self._name,
             saving=self._saving,
             stop_grace_secs=self._stop_grace_secs,
+            recovery_wait_secs=self._recovery_wait_secs,
             clock=self._clock,
             emit=self._emit,
         )
+        return prepared
 
     async def _on_thread(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn(*args)` on the device thread with the graph entered, before there is a session."""
+        """Run `fn(*args)` on the device thread with the graph entered, with or without a session."""
+        current = self._incarnations.current
+        if current is not None and current.usable:
+            return await current.on_device(fn, *args)
         assert self._around is not None
+        graph = self._graph
 
         def call() -> Any:
-            with self._graph.as_default():
+            with graph.as_default():
                 return fn(*args)
 
         return await self._around.executor.call(call, label=getattr(fn, "__qualname__", "hook"))
-
-    def _pass_stop_on(self) -> None:
-        if self._incarnation is not None:
-            self._incarnation.coordinator.request_stop()
-
-    # ------------------------------------------------------------------ incarnations
-
-    async def _begin_incarnation(self, number: int) -> None:
-        """Make a session; what fails on the way may be recovered from."""
-        assert self._around is not None
-        while True:
-            self._incarnation = incarnation = Incarnation(
-                number,
-                self._around,
-                self._creator,
-                self._prepared,
-                self._graph,
-                self._chain,
-                self._saving is not None,
-                self._stop_grace_secs,
-            )
-            try:
-                await incarnation.start()
-            except Exception as error:
-                number += 1
-                await self._pause_before_restart(error, "startup")
-            else:
-                incarnation.coordinator.add_stop_callback(self._on_incarnation_stop)
-                return
-
-    def _on_incarnation_stop(self) -> None:
-        """The session's coordinator stopped; on the loop. What cannot be recovered from stops everything."""
-        incarnation = self._incarnation
-        error = None if incarnation is None else incarnation.coordinator.error
-        if error is not None and not self._policy.recovers(error, "coordinator"):
-            with suppress(BaseException):
-                self._coord.report(error, "a service")
-
-    async def _current(self) -> Incarnation:
-        """The incarnation to use, recovered where that has become necessary since."""
-        incarnation = self._incarnation
-        if self._closed or self._host is None or incarnation is None:
-            raise SessionClosed(self._name)
-        error = incarnation.coordinator.error
-        if error is not None and not self._coord.should_stop() and self._policy.recovers(error, "coordinator"):
-            await self._recover(incarnation, error, "coordinator")
-        return self._incarnation or incarnation
-
-    async def _recover(
-        self, failed: Incarnation, error: Exception | BaseException, origin: Origin | None = None
-    ) -> None:
-        """Replace a session after an error, or raise it.
-
-        Raises:
-            BaseException: `error`, where it is not to be recovered from.
-            RecoveryExhausted: The budget is used up.
-            StepOutcomeUnknown: The call that failed may have been applied to the state that was found.
-        """
-        cause = failed.coordinator.error
-        if cause is not None and self._policy.recovers(cause, "coordinator"):
-            reason, origin = cause, "coordinator"  # the run failed because of it
-        else:
-            reason = error
-            origin = origin or ("hook" if error is self._chain.failure else "run")
-        if self._closed or self._coord.should_stop() or not self._policy.recovers(reason, origin):
-            raise error
-        async with self._recovering:
-            if self._incarnation is not failed:
-                return  # somebody else has done it
-            before = failed.run.last_step if failed.run is not None else None
-            await failed.end(lost=True)
-            await self._pause_before_restart(reason, origin, error)
-            await self._begin_incarnation(failed.number + 1)
-        current = self._incarnation
-        adopted = not getattr(self._creator, "is_chief", True)
-        if adopted and self._policy != RecoveryPolicy.like_tensorflow() and current is not None:
-            raise StepOutcomeUnknown(before, await current.run.read_step() if current.run else None) from error
-
-    async def _pause_before_restart(
-        self, reason: BaseException, origin: Origin, error: BaseException | None = None
-    ) -> None:
-        run = None if self._incarnation is None else self._incarnation.run
-        decision = self._policy.decide(
-            reason,
-            origin,
-            self._history,
-            now_secs=self._clock.monotonic(),
-            step=None if run is None else run.last_step,
-            restorable=self._prepared is not None and self._prepared.restorable,
-        )
-        self._history = decision.history
-        if not decision.restart:
-            if decision.reason == "budget used up":
-                raise RecoveryExhausted(self._history.total, reason) from reason
-            if decision.reason == "would reinitialise the model":
-                reason.add_note(
-                    "asupervisor: not recovered from, since without a checkpoint directory that would initialise the "
-                    "model again; RecoveryPolicy(allow_reinit=True) allows it"
-                )
-            raise error or reason
-        self._emit(
-            "session.recovering",
-            f"recovery {self._history.total} in {decision.delay_secs:.2f} s, because of {reason!r}",
-            level="warning",
-            error=repr(reason),
-            origin=origin,
-            restarts=self._history.total,
-            delay_secs=decision.delay_secs,
-        )
-        with anyio.move_on_after(None) as scope:
-            self._coord.add_stop_callback(scope.cancel)
-            await self._clock.sleep(decision.delay_secs)
-        self._coord.remove_stop_callback(scope.cancel)
-        if self._coord.should_stop():
-            raise error or reason
 
     # ------------------------------------------------------------------ the end
 
     async def _settle(self) -> None:
         """Hooks first, then the final save, the feeders and the session."""
-        incarnation = self._incarnation
-        outcome = self._outcome()
-        session = None if incarnation is None or not incarnation.usable else incarnation.plain
+        outcome = self._how_it_ends()
+        current = self._incarnations.current
+        session = None if current is None or not current.usable else current.plain
         for error in await self._chain.end(session, outcome, self._on_thread):
-            self._coord.report(error, "a hook's last call")
-        if incarnation is not None:
-            if not outcome.clean and incarnation.run is not None:
-                incarnation.run.end_with(outcome.error, cancelled=outcome.reason == "cancelled")
-            await incarnation.end()
-            error_of_service = incarnation.coordinator.error
-            if error_of_service is not None and not self._coord.error:
-                self._coord.report(error_of_service, "a service")
+            self._coord.record(error, "a hook's last call")
+            outcome = HookOutcome("error", error)
+        self._note_outcome(outcome)
+        hurry = self._host is not None and self._host.interrupted
+        await self._incarnations.end(outcome, hurry=hurry)
+        if current is None or current.loss is not None:
+            return
+        error_of_service = current.coordinator.error
+        if error_of_service is not None and error_of_service is not self._coord.error:
+            self._coord.record(error_of_service, "a service")
 
-    def _outcome(self) -> HookOutcome:
+    def _how_it_ends(self) -> HookOutcome:
         error = self._coord.error
+        if self._ending is not None and not self._ending.clean:
+            return self._ending
         if error is not None:
             return HookOutcome("error", error)
-        if isinstance(self._body_error, BaseException) and not isinstance(self._body_error, Exception):
-            return HookOutcome("cancelled", self._body_error)
-        if self._chain.stop_requested or self._body_error is not None:
-            return HookOutcome("stopped" if self._chain.stop_requested else "finished")
-        return HookOutcome("finished")
+        if self._ending is not None:
+            return self._ending
+        host = self._host
+        return HookOutcome("cancelled" if host is not None and host.interrupted else "stopped")
+
+    def _note_outcome(self, outcome: HookOutcome) -> None:
+        if self._outcome is not None:
+            return
+        self._outcome = outcome
+        told_by = outcome.error or outcome.told_by
+        self._emit(
+            "session.outcome",
+            f"outcome: {outcome.reason}" + ("" if told_by is None else f", {told_by!r}"),
+            reason=outcome.reason,
+            error=None if outcome.error is None else repr(outcome.error),
+            told_by=None if outcome.told_by is None else repr(outcome.told_by),
+            op=getattr(getattr(told_by, "op", None), "name", None),
+            restarts=self._incarnations.history.total,
+        )
 
     async def _release(self) -> None:
         assert self._around is not None
-        # A startup that failed: hooks that began get their last call, and a session may be half made.
-        await self._chain.end(None, HookOutcome("error", self._coord.error), self._on_thread)
-        if self._incarnation is not None:
-            await self._incarnation.end(lost=True)
-        await self._around.close()
-        if not self._was_finalized:
-            _tf.unfinalize(self._graph)
+        # A startup that failed, or last words that were cut short: what began gets its last call.
+        outcome = self._outcome or self._how_it_ends()
+        try:
+            await self._chain.end(None, outcome, self._on_thread)
+            self._note_outcome(outcome)
+            await self._incarnations.end(outcome, lost=True)
+        finally:
+            self._last_status = self.status()
+            self._incarnations.forget()
+            await self._around.close()
+            self._around = None
+            if not self._was_finalized:
+                _tf.unfinalize(self._graph)
 
     # ------------------------------------------------------------------ runs
 
     def run(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Awaitable[Any]:
         """Like `tf.compat.v1.Session.run`, awaited, with hooks.
 
-        Cancellation is that of `AsyncSession.run`: the step in flight runs to its end, with its hooks.
+        Cancellation is that of `AsyncSession.run`: the step in flight runs to its end, with its plain hooks. While it
+        waits for a recovery, the caller is released and the recovery goes on.
 
         Raises:
+            WrongEventLoop: At once, when called off the loop; `sess.plain.blocking` serves other threads.
             SessionClosed: The session is closed.
             RuntimeError: A hook has requested a stop.
+            StepOutcomeUnknown: See `MonitoredSession`.
+            RecoveryExhausted: The recovery policy's budget is used up.
+            StopRequested: A stop was requested during a recovery; the block swallows it.
         """
+        if asyncio._get_running_loop() is None:
+            raise WrongEventLoop(
+                "sess.run(...) of a monitored session was called where no event loop is running",
+                "Await it on the event loop, or use the session without hooks: sess.plain.blocking.run(...).",
+            )
         return self._run(fetches, feed_dict, options, run_metadata)
 
     async def _run(self, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any) -> Any:
         while True:
-            incarnation = await self._current()
+            incarnation = await self._usable()
             self._chain.check_may_run()
             try:
                 return await self._run_on(incarnation, fetches, feed_dict, options, run_metadata)
+            except StopRequested:
+                raise
             except Exception as error:
-                await self._recover(incarnation, error)
+                await self._incarnations.recover(
+                    incarnation, error, harmless=lambda current: current.changes_nothing(fetches, feed_dict)
+                )
+
+    async def _usable(self) -> Incarnation:
+        if self._closed or self._host is None:
+            raise SessionClosed(self._name)
+        return await self._incarnations.get()
 
     async def _run_on(
         self, incarnation: Incarnation, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any
     ) -> Any:
         if incarnation.hooked is not None:
             return await incarnation.hooked.run(fetches, feed_dict, options, run_metadata)
+        fills_only = await incarnation.only_fills(fetches, feed_dict)
         return await self._chain.run_from_loop(
-            incarnation.plain, fetches, feed_dict, options, run_metadata, incarnation.on_device
+            incarnation.plain, fetches, feed_dict, options, run_metadata, incarnation.on_device, fills_only=fills_only
         )
 
     async def run_step_fn(self, step_fn: Callable[..., Any]) -> Any:
@@ -409,22 +414,22 @@ class MonitoredSession:
         Raises:
             StopRequested: It called `step_context.request_stop()`; the block swallows it.
             ValueError: Its arguments are named otherwise.
+            TypeError: It is a plain function, and there are hooks that are coroutine functions.
         """
         check_step_fn(step_fn)
         while True:
-            incarnation = await self._current()
+            incarnation = await self._usable()
             try:
                 return await self._step(incarnation, step_fn)
             except StopRequested:
                 raise
+            except StopAsyncIteration as error:
+                raise StopRequested("the step") from error
             except Exception as error:
-                cause = error.__cause__ if isinstance(error, RuntimeError) else None
-                if isinstance(cause, StopIteration):
-                    raise StopRequested("the step") from error
-                await self._recover(incarnation, error, None if error is self._chain.failure else "step_fn")
+                await self._incarnations.recover(incarnation, error, "step_fn")
 
     async def _step(self, incarnation: Incarnation, step_fn: Callable[..., Any]) -> Any:
-        if inspect.iscoroutinefunction(step_fn):
+        if is_async(step_fn):
 
             async def with_hooks(
                 fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
@@ -436,7 +441,14 @@ class MonitoredSession:
         if hooked is None:
             raise TypeError("with hooks that are coroutine functions, `step_fn` must be one, too")
         context = StepContext(incarnation.plain.raw, hooked.blocking.run, False)
-        return await incarnation.on_device(step_fn, context)
+
+        def step() -> Any:
+            try:
+                return checked(step_fn(context), step_fn)
+            except StopIteration as error:  # it would be put into a box on its way to the loop
+                raise StopRequested("the step") from error
+
+        return await incarnation.on_device(step)
 
     def steps(
         self,
@@ -447,10 +459,12 @@ class MonitoredSession:
         ahead: int = 64,
         stop_when: Callable[[Any], bool] | None = None,
         copy_feeds: bool = True,
-    ) -> AsyncIterator[Any]:
+    ) -> MonitoredSteps:
         """A stream of steps with hooks, at full speed; see `AsyncSession.steps`.
 
-        It also ends when a hook requests a stop. With hooks that are coroutine functions it goes step by step.
+        It also ends when a hook requests a stop, and runs nothing where one has already. With hooks that are coroutine
+        functions it goes step by step. After a recovery it goes on: the feed of the step that failed is run again,
+        and so is what was taken ahead.
         """
         return MonitoredSteps(self, fetches, feeds, max_steps, ahead, stop_when, copy_feeds)
 
@@ -458,11 +472,21 @@ class MonitoredSession:
 
     def should_stop(self) -> bool:
         """Whether the loop around the runs should end; any thread."""
-        return self._closed or self._chain.stop_requested or self._coord.should_stop()
+        return self._closed or self._stop_asked()
 
     def request_stop(self, ex: Any = None) -> None:
         """Ask for a stop, with an error or without; any thread. See `Coordinator.request_stop`."""
         self._coord.request_stop(ex)
+
+    def pause(self) -> None:
+        """Hold training runs and streams between two steps, over recoveries, too. A stop releases them."""
+        self.plain.pause()
+        self._incarnations.paused = True
+
+    def resume(self) -> None:
+        """End a `pause`."""
+        self._incarnations.paused = False
+        self.plain.resume()
 
     @property
     def coord(self) -> Coordinator:
@@ -481,9 +505,10 @@ class MonitoredSession:
         Raises:
             SessionClosed: There is none.
         """
-        if self._incarnation is None or not self._incarnation.usable:
+        current = self._incarnations.current
+        if current is None or not current.usable:
             raise SessionClosed(self._name)
-        return self._incarnation.plain
+        return current.plain
 
     async def save(self) -> CheckpointInfo:
         """Save now, between two steps; see `Supervisor.save`.
@@ -491,21 +516,34 @@ class MonitoredSession:
         Raises:
             RuntimeError: This session does not save: there is no checkpoint directory, or it is a worker's.
         """
-        run = (await self._current()).run
-        if run is None or self._saving is None:
-            raise RuntimeError("this session does not save: make it by MonitoredTrainingSession(checkpoint_dir=...)")
-        return await run.save()
+        return await (await self._usable()).save()
 
     def status(self) -> Status:
         """How it stands; any thread, never blocks."""
-        incarnation = self._incarnation
-        status = None if incarnation is None else incarnation.status()
-        return status or Status(self._name, "stopped" if self._closed else "idle", True, None)
+        current, host = self._incarnations.current, self._host
+        status = None if current is None else current.status()
+        if status is None:
+            status = self._last_status or Status(self._name, "idle", getattr(self._creator, "is_chief", True), None)
+        state: Any = "stopped" if self._closed and host is None else host.state if host is not None else "idle"
+        error = self._coord.error
+        return replace(
+            status,
+            name=self._name,
+            state=state,
+            restarts=self._incarnations.history.total,
+            outcome=None if self._outcome is None else self._outcome.reason,
+            error=status.error if error is None else repr(error),
+        )
 
     @property
     def recoveries(self) -> int:
-        """How often the session was recovered."""
-        return self._history.total
+        """How often the session was made anew after an error."""
+        return self._incarnations.history.total
+
+    @property
+    def outcome(self) -> HookOutcome | None:
+        """How it ended, or None before that."""
+        return self._outcome
 
     def events(self) -> AsyncIterator[Event]:
         """An iterator over the events from now on, which ends with the session; on the event loop."""
@@ -526,6 +564,9 @@ class SingularMonitoredSession(MonitoredSession):
         stop_grace_period_secs: See `MonitoredSession`.
         checkpoint_filename_with_path: See `ChiefSessionCreator`.
         graph: See `MonitoredSession`.
+        recovery_wait_secs: See `MonitoredSession`.
+        clock: See `MonitoredSession`.
+        executor: See `MonitoredSession`.
     """
 
     def __init__(
@@ -539,6 +580,7 @@ class SingularMonitoredSession(MonitoredSession):
         checkpoint_filename_with_path: str | None = None,
         *,
         graph: tf.Graph | None = None,
+        recovery_wait_secs: float = 30,
         clock: Clock | None = None,
         executor: DeviceExecutor | None = None,
     ) -> None:
@@ -550,10 +592,13 @@ class SingularMonitoredSession(MonitoredSession):
             hooks,
             stop_grace_period_secs,
             recovery=RecoveryPolicy.never(),
+            recovery_wait_secs=recovery_wait_secs,
             clock=clock,
             executor=executor,
+            _name="SingularMonitoredSession",
         )
 
     def raw_session(self) -> Any:
         """TensorFlow's session, or None when this one is closed."""
-        return self._incarnation.plain.raw if self._incarnation is not None and self._incarnation.usable else None
+        current = self._incarnations.current
+        return None if current is None or not current.usable else current.plain.raw

@@ -72,7 +72,7 @@ def MonitoredTrainingSession(
         log_step_count_steps: Steps between two records of the training speed; None or 0 for none.
         max_wait_secs: Longest wait of a worker for its chief, in seconds.
         save_checkpoint_steps: Steps between checkpoints; None or 0 for none by steps.
-        summary_dir: Where the event file goes; the checkpoint directory by default.
+        summary_dir: Where the event file goes; the checkpoint directory by default. It alone makes summaries, too.
         save_graph_def: Whether ``graph.pbtxt`` is written.
         graph: The graph; None for the caller's default graph.
         recovery: When to recover; see `MonitoredSession`.
@@ -87,21 +87,12 @@ def MonitoredTrainingSession(
         ValueError: Both kinds of interval were given for checkpoints, or for summaries.
         RuntimeError: No graph was given and TensorFlow executes eagerly.
     """
-    if save_summaries_steps is USE_DEFAULT and save_summaries_secs is USE_DEFAULT:
-        save_summaries_steps, save_summaries_secs = 100, None
-    if save_checkpoint_secs is USE_DEFAULT and save_checkpoint_steps is USE_DEFAULT:
-        save_checkpoint_secs, save_checkpoint_steps = 600, None
-
-    def given(value: Any) -> Any:
-        return None if value is USE_DEFAULT else value or None
-
-    secs, steps = given(save_checkpoint_secs), given(save_checkpoint_steps)
-    if secs and steps:
-        raise ValueError("pass either save_checkpoint_secs or save_checkpoint_steps, not both")
-    summary_secs, summary_steps = given(save_summaries_secs), given(save_summaries_steps)
-    if summary_secs and summary_steps:
-        raise ValueError("pass either save_summaries_secs or save_summaries_steps, not both")
-    all_hooks = list(hooks or ())
+    summary_secs, summary_steps = _intervals(
+        "save_summaries", save_summaries_secs, save_summaries_steps, default=(None, 100)
+    )
+    checkpoint_secs, checkpoint_steps = _intervals(
+        "save_checkpoint", save_checkpoint_secs, save_checkpoint_steps, default=(600, None)
+    )
     shared: dict[str, Any] = {
         "graph": graph,
         "recovery": recovery,
@@ -113,23 +104,50 @@ def MonitoredTrainingSession(
     creator: SessionCreator
     if not is_chief:
         creator = WorkerSessionCreator(scaffold, master, config, max_wait_secs, graph=graph)
-        return MonitoredSession(creator, all_hooks, stop_grace_period_secs, **shared)
+        return MonitoredSession(creator, hooks, stop_grace_period_secs, **shared)
     creator = ChiefSessionCreator(scaffold, master, config, checkpoint_dir, graph=graph)
-    all_hooks = [*(chief_only_hooks or ()), *all_hooks]
+    first_hooks = list(chief_only_hooks or ())
+    all_hooks = [*first_hooks, *(hooks or ())]
     summary_to = summary_dir or checkpoint_dir
-    if checkpoint_dir is None:
+    if not summary_to:
         return MonitoredSession(creator, all_hooks, stop_grace_period_secs, **shared)
 
     def writer(hub: EventHub) -> SummaryWriter:
-        assert summary_to is not None
         return EventFileWriter(summary_to, emit=hub.emit, clock=clock)
 
     saving = SavingSettings(
-        save_checkpoint_secs=secs,
-        save_checkpoint_steps=steps,
+        save_checkpoint_secs=checkpoint_secs,
+        save_checkpoint_steps=checkpoint_steps,
         save_summaries_secs=summary_secs,
         save_summaries_steps=summary_steps,
-        log_step_count_steps=log_step_count_steps or None,
+        log_step_count_steps=_positive(log_step_count_steps),
         save_graph_def=save_graph_def,
     )
-    return MonitoredSession(creator, all_hooks, stop_grace_period_secs, **shared, _saving=saving, _writer=writer)
+    return MonitoredSession(
+        creator,
+        all_hooks,
+        stop_grace_period_secs,
+        **shared,
+        _chief_hooks=len(first_hooks),
+        _saving=saving,
+        _writer=writer,
+    )
+
+
+def _positive(value: Any) -> Any:
+    return value if value and value > 0 else None
+
+
+def _intervals(name: str, secs: Any, steps: Any, default: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The two intervals of one kind; a default counts where neither was given.
+
+    Raises:
+        ValueError: There are two.
+    """
+    if secs is USE_DEFAULT and steps is USE_DEFAULT:
+        return default
+    secs = None if secs is USE_DEFAULT else _positive(secs)
+    steps = None if steps is USE_DEFAULT else _positive(steps)
+    if secs and steps:
+        raise ValueError(f"Can not provide both {name}_secs and {name}_steps: {secs} and {steps}.")
+    return secs, steps

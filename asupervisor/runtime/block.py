@@ -89,6 +89,11 @@ class Block(Generic[T]):
         finally:
             del host
 
+    @property
+    def sent_cancel(self) -> bool:
+        """Whether the body was cancelled because its grace was over."""
+        return self._cancel_sent
+
     def _on_body_overdue(self) -> None:
         """The grace is over and the body still runs; a loop callback, never a step of the body itself."""
         host, task = self._host, self._task

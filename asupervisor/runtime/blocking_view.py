@@ -15,6 +15,8 @@ from asupervisor.errors import StopGraceExceeded
 from asupervisor.runtime.coordinator import Coordinator, StopOnException
 
 _LOOK_SECS = 0.02
+_MISSED_SECS = 0.5
+"""A stop that nobody could tell of (the event loop is gone or stands still) is seen this late, in seconds."""
 
 
 class BlockingCoordinator:
@@ -29,10 +31,16 @@ class BlockingCoordinator:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._threads: list[threading.Thread] = []
+        self._stopped = threading.Event()
+
+    def wake(self) -> None:
+        """Wake who waits for the stop; a stop callback of the coordinator's."""
+        self._stopped.set()
 
     def request_stop(self, ex: Any = None) -> None:
         """See `Coordinator.request_stop`."""
         self._coordinator.request_stop(ex)
+        self._stopped.set()
 
     def should_stop(self) -> bool:
         """See `Coordinator.should_stop`."""
@@ -41,6 +49,7 @@ class BlockingCoordinator:
     def clear_stop(self) -> None:
         """See `Coordinator.clear_stop`."""
         self._coordinator.clear_stop()
+        self._stopped.clear()
 
     def stop_on_exception(self) -> StopOnException:
         """See `Coordinator.stop_on_exception`."""
@@ -75,10 +84,11 @@ class BlockingCoordinator:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._coordinator.should_stop():
-            left = _LOOK_SECS if deadline is None else min(_LOOK_SECS, deadline - time.monotonic())
+            left = _MISSED_SECS if deadline is None else min(_MISSED_SECS, deadline - time.monotonic())
             if left <= 0:
                 break
-            time.sleep(left)
+            if self._stopped.wait(left) and not self._coordinator.should_stop():
+                self._stopped.clear()  # that stop was cleared meanwhile
         return self._coordinator.should_stop()
 
     def join(

@@ -49,6 +49,7 @@ class RunSettings:
     Attributes:
         checkpoint_filename_with_path: Checkpoint to restore instead of the logdir's newest.
         log_step_count_steps: Steps between two records of the training speed, instead of `save_summaries_secs`.
+        services_without_logdir: Whether there are summaries and a step counter wherever there is a summary writer.
         write_graph: Whether ``graph.pbtxt`` is written into the logdir.
     """
 
@@ -68,6 +69,7 @@ class RunSettings:
     clock: Clock
     checkpoint_filename_with_path: str | None = None
     log_step_count_steps: int | None = None
+    services_without_logdir: bool = False
     write_graph: bool = True
 
     @property
@@ -90,6 +92,7 @@ class SupervisedRun:
         store: Its checkpoints, or None; outlives the run.
         session_manager: What prepares the session.
         coordinator: The stop state of the session, where it is not that of the surroundings.
+        first: Whether it is the first session within the surroundings; then the graph is written.
     """
 
     def __init__(
@@ -100,7 +103,11 @@ class SupervisedRun:
         store: CheckpointStore | None,
         session_manager: SessionManager,
         coordinator: Coordinator | None = None,
+        first: bool = True,
     ) -> None:
+        self.restored_from: str | None = None
+        """The checkpoint that the model came from, or None."""
+        self._first = first
         self._settings = settings
         self._around = around
         self._coordinator = coordinator or around.coordinator
@@ -179,6 +186,7 @@ class SupervisedRun:
         else:
             session = await manager.wait_for_session(master, config=config, max_wait_secs=max_wait_secs)
         self._session = session
+        self.restored_from = manager.restored_from
         try:
             self._start_step = await self.read_step()
         except tf.errors.FailedPreconditionError:  # nobody was to initialise it, or to check that it is
@@ -201,7 +209,7 @@ class SupervisedRun:
 
     def _write_graph(self) -> None:
         """Graph and meta graph, once per opening of the event file; serialised off the loop."""
-        if not self._settings.is_chief:
+        if not self._settings.is_chief or not self._first:
             return
         graph, saver = self._settings.elements.graph, self._settings.elements.saver
         if self._writer is not None:
@@ -224,7 +232,8 @@ class SupervisedRun:
     def start_standard_services(self, host: Host[AsyncSession], session: AsyncSession) -> list[Service] | None:
         """See `Supervisor.start_standard_services`."""
         settings, elements = self._settings, self._settings.elements
-        if settings.logdir is None:
+        without_logdir = settings.services_without_logdir and self._writer is not None
+        if settings.logdir is None and not without_logdir:
             self._emit("services.no_logdir", "standard services need a logdir; none started", level="warning")
             return None
         if self._has_standard_services:  # a second set would fight with the first one for directory and device
@@ -250,12 +259,14 @@ class SupervisedRun:
                     **shared,
                 )
                 services.append(host.spawn(self._summaries.name, self._summaries.run))
-            if elements.global_step is not None and settings.save_summaries_secs:
+            by_steps = settings.log_step_count_steps
+            if elements.global_step is not None and (by_steps or settings.save_summaries_secs):
                 self._step_counter = StepCounter(
                     session,
                     self._writer,
                     global_step=elements.global_step,
-                    every_secs=settings.save_summaries_secs,
+                    every_secs=None if by_steps else settings.save_summaries_secs,
+                    every_steps=by_steps,
                     **shared,
                 )
                 services.append(host.spawn(self._step_counter.name, self._step_counter.run))
@@ -309,6 +320,11 @@ class SupervisedRun:
             with contextlib.suppress(Exception):
                 await self._checkpoints.save()
 
+    async def drain(self) -> None:
+        """Wait, for a moment, for saves under way: what is published must not be younger than the next session."""
+        if self._checkpoints is not None:
+            await self._checkpoints.drain(KILL_GRACE_SECS)
+
     async def summary_computed(self, summary: Any, global_step: int | None) -> None:
         """See `Supervisor.summary_computed`."""
         assert self._writer is not None
@@ -317,8 +333,14 @@ class SupervisedRun:
         self._writer.add_summary(summary, global_step)
 
     async def run_sync(self, function: Callable[[], Any]) -> Any:
-        """Run a loop's plain function on a thread of its own."""
-        return await self._executor.side(function, label=getattr(function, "__qualname__", "loop"))
+        """Run a loop's plain function on a thread of its own, with the graph entered there."""
+
+        def entered() -> Any:
+            # In a thread that has not entered a graph, TensorFlow executes eagerly, and much of its v1 API fails.
+            with self._settings.elements.graph.as_default():
+                return function()
+
+        return await self._executor.side(entered, label=getattr(function, "__qualname__", "loop"))
 
     @property
     def session(self) -> AsyncSession:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -18,21 +19,26 @@ from asupervisor.session.session import AsyncSession
 from asupervisor.summary.base import SummaryWriter
 from asupervisor.summary.sink import describe
 
+TOLD_EVERY_SECS = 1.0
+"""By steps, the speed is told no more often than this, in seconds."""
+
 
 class StepCounter:
-    """Writes ``global_step/sec`` into the event file, at once and then at fixed times; a service.
+    """Writes ``global_step/sec`` into the event file, at fixed times or every so many steps; a service.
 
-    The first value is 0, because nothing has been counted yet. The step is read between two training steps. It
-    never disturbs the training: a read that fails is an event. Differences from the original: no infinite value
-    where no time has passed, and a step that went back (after a restore) is a new base, not a negative speed.
+    By time, it begins at once with 0, because nothing has been counted yet; by steps, after the first so many. The
+    step is read between two training steps. It never disturbs the training: a read that fails is an event. Differences
+    from the original: no infinite value where no time has passed, and a step that went back (after a restore) is a new
+    base, not a negative speed.
 
-    Source: `SVStepCounterThread` of `tf.compat.v1.train.Supervisor`.
+    Source: `SVStepCounterThread` of `tf.compat.v1.train.Supervisor`, and `tf.compat.v1.train.StepCounterHook`.
 
     Args:
         session: The session.
         writer: Where the values go.
         global_step: The variable or tensor that counts the steps.
-        every_secs: Interval, in seconds.
+        every_secs: Interval in seconds; None where it is one in steps.
+        every_steps: Interval in steps. Training runs are counted: how many steps one makes is learnt on the way.
         coordinator: Its stop ends the service.
         clock: Where the time comes from.
         emit: Where trouble is reported.
@@ -46,7 +52,8 @@ class StepCounter:
         writer: SummaryWriter,
         *,
         global_step: Any,
-        every_secs: float,
+        every_secs: float | None = None,
+        every_steps: int | None = None,
         coordinator: Coordinator,
         clock: Clock | None = None,
         emit: EventSink = log_only,
@@ -57,6 +64,8 @@ class StepCounter:
         self._writer = writer
         self._global_step = global_step
         self._every_secs = every_secs
+        self._every_steps = every_steps
+        self._told_at = -math.inf
         self._coordinator = coordinator
         self._clock = clock or SystemClock()
         self._emit = emit
@@ -77,6 +86,10 @@ class StepCounter:
 
     async def run(self) -> None:
         """Measure until the stop; cancellation ends it at once."""
+        if self._every_secs is None:
+            await self._tick()
+            await self._coordinator.wait_for_stop()
+            return
         await LooperTask(self._coordinator, self._every_secs, self._tick, name=self.name, clock=self._clock).run()
 
     async def _tick(self) -> None:
@@ -97,8 +110,13 @@ class StepCounter:
         step = step_value(raw.run(self._global_step))
         now = self._clock.monotonic()
         last_step, self.last_step = self.last_step, step
-        base, self._base = self._base, (now, self._session.training_runs)
+        runs = self._session.training_runs
+        base, self._base = self._base, (now, runs)
+        if self._every_secs is None:
+            self._set_alarm(runs, step, base, last_step)
         if base is None or last_step is None:
+            if self._every_secs is None:
+                return
             steps_per_sec = 0.0
         elif now <= base[0] or step < last_step:
             return
@@ -106,6 +124,27 @@ class StepCounter:
             steps_per_sec = self._measured = (step - last_step) / (now - base[0])
         value = tf.compat.v1.Summary.Value(tag=self.tag, simple_value=steps_per_sec)
         self._writer.add_summary(tf.compat.v1.Summary(value=[value]), step)
+        if self._every_secs is None and now - self._told_at >= TOLD_EVERY_SECS:
+            self._told_at = now
+            self._emit(
+                "step_counter.measured",
+                f"{self.tag}: {steps_per_sec:g} at step {step}",
+                step=step,
+                steps_per_sec=steps_per_sec,
+            )
+
+    def _set_alarm(self, runs: int, step: int, base: tuple[float, int] | None, last_step: int | None) -> None:
+        """Come again after so many steps."""
+        interval = self._every_steps or 1
+        if base is not None and last_step is not None and runs > base[1] and step > last_step:
+            interval = max(1, round(interval * (runs - base[1]) / (step - last_step)))
+        self._session.set_alarm(runs + interval, self._due)
+
+    def _due(self) -> None:
+        """On the device thread, right after a training run."""
+        if not self._coordinator.should_stop():
+            with self._session.graph.as_default():
+                self._count(self._session.raw)
 
 
 def step_name(global_step: Any) -> str:
