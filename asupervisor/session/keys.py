@@ -12,6 +12,22 @@ import tensorflow as tf
 _LEAVES = (tf.Tensor, tf.Operation, tf.Variable, tf.SparseTensor, tf.IndexedSlices, tf.RaggedTensor)
 
 
+def fast_key(fetches: Any, feed_dict: Any) -> Any:
+    """The key of a flat call: ids of its fetches and of its feed keys, with None between them.
+
+    Only calls that are `is_flat` may be stored under it; no other call has the key of one of those while its objects
+    live. None, which is never stored, for feeds that are no dict.
+    """
+    kind = fetches.__class__
+    if kind is list or kind is tuple:
+        if not feed_dict:
+            return (kind, *map(id, fetches))
+        return (kind, *map(id, fetches), None, *map(id, feed_dict)) if feed_dict.__class__ is dict else None
+    if not feed_dict:
+        return id(fetches)
+    return (id(fetches), *map(id, feed_dict)) if feed_dict.__class__ is dict else None
+
+
 def key_of(fetches: Any, feed_dict: Any, keep: list[Any]) -> Any:
     """A key that is equal for calls that mean the same, or None where that cannot be told.
 

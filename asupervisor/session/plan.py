@@ -201,10 +201,7 @@ class PlanCache:
             run_metadata: A `tf.compat.v1.RunMetadata`, likewise.
         """
         if options is None and run_metadata is None:
-            kind = fetches.__class__
-            key: Any = (kind, *map(id, fetches)) if kind is list or kind is tuple else id(fetches)
-            if feed_dict:
-                key = (key, *map(id, feed_dict)) if feed_dict.__class__ is dict else None
+            key = keys.fast_key(fetches, feed_dict)
             found = self._fast.get(key)
             if found is not None:
                 found._used = True
@@ -214,11 +211,7 @@ class PlanCache:
 
     def peek(self, fetches: Any, feed_dict: Any = None) -> RunPlan | None:
         """The plan for such a call if there is one already: no lock, no TensorFlow, for the loop's thread."""
-        kind = fetches.__class__
-        key: Any = (kind, *map(id, fetches)) if kind is list or kind is tuple else id(fetches)
-        if feed_dict:
-            key = (key, *map(id, feed_dict)) if feed_dict.__class__ is dict else None
-        found = self._fast.get(key)
+        found = self._fast.get(keys.fast_key(fetches, feed_dict))
         if found is None:
             found = self._plans.get(keys.key_of(fetches, feed_dict, []))
         if found is not None:

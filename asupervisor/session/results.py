@@ -49,7 +49,6 @@ _KEEPS_NOTHING = _FRESH | {
     "FusedBatchNormGradV3",
     "InTopKV2",
     "MaxPoolGrad",
-    "Mean",
     "Relu6Grad",
     "ReluGrad",
     "Shape",
@@ -57,7 +56,6 @@ _KEEPS_NOTHING = _FRESH | {
     "SoftmaxCrossEntropyWithLogits",
     "SparseSoftmaxCrossEntropyWithLogits",
     "SquaredDifference",
-    "Sum",
     "TanhGrad",
 }
 _SOURCES = {"Placeholder", "ReadVariableOp"}
@@ -75,7 +73,9 @@ def may_share(tensor: tf.Tensor) -> bool:
         return False
     if tensor.shape.rank == 0 and tensor.dtype not in (tf.resource, tf.variant):
         return False  # a NumPy scalar
-    if tensor.op.type not in _FRESH or any(op.type not in _KEEPS_NOTHING for op in tensor.consumers()):
+    if tensor.op.type not in _FRESH or tensor.value_index:
+        return True
+    if any(op.type not in _KEEPS_NOTHING for op in tensor.consumers()):
         return True
     return not _computed(tensor, _DEPTH, {})
 

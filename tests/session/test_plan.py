@@ -338,6 +338,46 @@ def test_copies_of_other_feeds(plans, model):
     assert not np.shares_memory(args.feed_dict[model.other], values)
 
 
+def test_handles_of_tensors_that_the_session_keeps(plans, raw, model):
+    with model.graph.as_default():
+        fetch = tf1.get_session_handle(tf.identity(model.w))
+        handle = plans.plan(fetch).run()
+        holder, kept = tf1.get_session_tensor(handle.handle, tf.float32)
+        doubled = kept * 2.0
+    assert type(handle).__name__ == "TensorHandle"
+    plan = plans.plan(doubled, {holder: handle})
+    np.testing.assert_array_equal(plan.run({holder: handle}), [2.0, 4.0])
+    assert isinstance(plan.convert({holder: handle}), RawFeed)
+    np.testing.assert_array_equal(plan.run({holder: handle.handle}), [2.0, 4.0])
+    np.testing.assert_array_equal(handle.eval(), [1.0, 2.0])
+    handle.delete()
+
+
+def test_types_that_were_registered_with_tensorflow(plans, model):
+    from tensorflow.python.client import session
+
+    class Pair:
+        def __init__(self, one, two):
+            self.one, self.two = one, two
+
+    session.register_session_run_conversion_functions(
+        Pair,
+        lambda pair: ([pair.one, pair.two], lambda values: f"{values[0]} {values[1]}"),
+        lambda pair, value: [(pair.one, value[0]), (pair.two, value[1])],
+    )
+    try:
+        with model.graph.as_default():
+            pair = Pair(tf.constant(1), tf.constant(2))
+            total = pair.one + pair.two
+        for _ in range(2):
+            assert plans.plan({"a": pair, "b": model.train}).run() == {"a": "1 2", "b": None}
+            assert plans.plan(total, {pair: (5, 6)}).run({pair: (5, 6)}) == 11
+        pair.two = total
+        assert plans.plan({"a": pair, "b": model.train}).run() == {"a": "1 3", "b": None}
+    finally:
+        session._REGISTERED_EXPANSIONS.pop(0)
+
+
 def test_a_dict_of_feeds_may_be_filled_again(plans, model):
     feed = {model.sparse: (np.zeros((1, 2), np.int64), [3.0], [1, 2])}
     plan = plans.plan(model.train, feed)
