@@ -27,6 +27,12 @@ from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.joining import Worker, outlast
 
+MOST_FURTHER_ERRORS = 20
+"""How many errors after the first one are kept and told; the others are only counted."""
+
+MOST_WAITING_REPORTS = 1000
+"""How many reports wait for the loop; the others are only counted."""
+
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
@@ -81,10 +87,12 @@ class Coordinator:
         self.emit = emit
         self._stop = False
         self._joined = False
+        self._rung = False  # a drain is on its way
         self._inbox: collections.deque[Report] = collections.deque()
         self._drain_lock = threading.RLock()  # never taken by request_stop; a sink may look at us while we drain
         self._primary: Report | None = None
         self._secondary: list[Report] = []
+        self._more = 0
         self._clean: Report | None = None
         self._stop_seen_at: float | None = None
         self._registered: list[Worker] = []
@@ -117,7 +125,7 @@ class Coordinator:
             return
         report = Report(_exception_of(ex), where, self._stop)
         if not self._joined:
-            self._inbox.append(report)
+            self._put(report)
             self._set_stop()
             if not self.joined:
                 return
@@ -133,17 +141,26 @@ class Coordinator:
 
     def record(self, error: BaseException, where: str) -> None:
         """`report` for whoever runs what is joined: never raises it, whether or not somebody has joined in between."""
-        self._inbox.append(Report(_exception_of(error), where, self._stop))
+        self._put(Report(_exception_of(error), where, self._stop))
         self._set_stop()
+
+    def _put(self, report: Report) -> None:
+        if len(self._inbox) < MOST_WAITING_REPORTS:  # the first ones count; nobody may fill the memory, or keep us busy
+            self._inbox.append(report)
+        else:
+            self._more += 1
 
     def _set_stop(self) -> None:
         self._stop = True
         loop = self._loop
-        if loop is not None:
+        if loop is not None and not self._rung:
+            # One ring for any number of requests: a storm of them must not fill the loop's queue. The drain takes the
+            # flag down before it looks into the inbox.
+            self._rung = True
             try:
                 loop.call_soon_threadsafe(self.drain)
             except RuntimeError:  # the loop is closed: whoever looks next drains
-                pass
+                self._rung = False
 
     def should_stop(self) -> bool:
         """Whether a stop was requested; any thread."""
@@ -155,6 +172,7 @@ class Coordinator:
             self._inbox.clear()
             self._primary = self._clean = None
             self._secondary = []
+            self._more = 0
             self._stop_seen_at = None
             self._stop = self._joined = False
 
@@ -182,15 +200,18 @@ class Coordinator:
 
     def drain(self) -> None:
         """Sort the reports that came in and wake the waiters; on the loop thread, or from `join` and its kin."""
+        loop = self._loop
+        here = loop is not None and not loop.is_closed() and _running_loop() is loop
+        if here:
+            self._rung = False
         with self._drain_lock:
-            while self._inbox:
+            for _ in range(len(self._inbox)):  # what comes meanwhile has rung again
                 self._sort(self._inbox.popleft())
             if not self._stop:
                 return
             if self._stop_seen_at is None:
                 self._stop_seen_at = time.monotonic()
-        loop = self._loop
-        if loop is None or loop.is_closed() or _running_loop() is not loop:
+        if not here:
             return
         for waiter in tuple(self._waiters):
             if not waiter.done():
@@ -227,6 +248,8 @@ class Coordinator:
                 where=report.where,
                 error=repr(error),
             )
+        elif len(self._secondary) >= MOST_FURTHER_ERRORS:
+            self._more += 1
         else:
             self._secondary.append(report)
             self.emit(
@@ -279,8 +302,10 @@ class Coordinator:
         if self._primary is None:
             return
         error = self._primary.error
-        for other in self._secondary:
-            note = f"asupervisor: {other.where} failed, too: {other.error!r}"
+        notes = [f"asupervisor: {other.where} failed, too: {other.error!r}" for other in self._secondary]
+        if self._more:
+            notes.append(f"asupervisor: and {self._more} more")
+        for note in notes:
             if note not in getattr(error, "__notes__", ()):
                 with contextlib.suppress(Exception):  # an exception that is frozen
                     error.add_note(note)
@@ -314,6 +339,7 @@ class Coordinator:
                     "Use one Coordinator per loop, or stop it there first.",
                 )
             self._loop = loop
+            self._rung = False
             self._waiters = set()
             self._callbacks = []
         return loop

@@ -39,7 +39,7 @@ KILL_GRACE_SECS = 1.0
 """What is left to something that was cancelled, or that is not waited for politely."""
 
 ONE_EVENT_SECS = 0.1
-"""Cancellations within this time are one event: a loop that is torn down cancels all of its tasks at once."""
+"""Cancellations that follow one another so closely are one event: a loop that is torn down cancels all of its tasks."""
 
 
 class Host(Generic[T]):
@@ -105,12 +105,12 @@ class Host(Generic[T]):
         self._finished = self.loop.create_future()
         self._main_ended = self.loop.create_future()
         self._services_cancelled = False
-        self._escaped: list[BaseException] = []  # what has left the loop by itself
         self._interrupts = 0
         self._interrupted_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._late_timers = 0
         self._bell = self.loop.create_future()  # rung when a wait of the closer must look again
+        self._unstarted: dict[Service, Coroutine[Any, Any, None]] = {}
         self._exempt: set[Service] = set()  # who waits in `stop` or `join`, and is not waited for
         self._closing: set[Service] = set()  # those of them who wait in `join`
         self._ran = False
@@ -135,13 +135,12 @@ class Host(Generic[T]):
         if clear_stop:
             self.coordinator.clear_stop()
         self.coordinator.bind()
-        self.coordinator.add_stop_callback(self._on_stop)
-        self._main_task = keep(self.loop.create_task(self._main(), name=f"{self.name}-host"))
-        closer = keep(self.loop.create_task(self._bring_down(), name=f"{self.name}-closer"))
-        for task in (self._main_task, closer):
-            task.add_done_callback(_retrieve_interrupt)
         error: BaseException | None = None
         try:
+            self.coordinator.add_stop_callback(self._on_stop)
+            self._start_closer()
+            self._main_task = keep(self.loop.create_task(self._main(), name=f"{self.name}-host"))
+            self._main_task.add_done_callback(self._on_main_ended)
             try:
                 # The second one comes first where the startup does not let itself be aborted.
                 await asyncio.wait([self._started, self._finished], return_when=asyncio.FIRST_COMPLETED)
@@ -164,6 +163,9 @@ class Host(Generic[T]):
                 self.coordinator.raise_requested_exception()
             raise error
         except BaseException:
+            if not self._finished.done():  # an interrupt while we were at it: the closer goes on alone
+                self.hurry()
+                self.close()
             self.coordinator.mark_joined()
             self.coordinator.forget_errors()
             self.coordinator.unbind()
@@ -174,31 +176,62 @@ class Host(Generic[T]):
             cancellations = []
             del self
 
+    def _start_closer(self) -> None:
+        closer = keep(self.loop.create_task(self._bring_down(), name=f"{self.name}-closer"))
+        closer.add_done_callback(self._on_closer_ended)
+
+    def _on_main_ended(self, task: asyncio.Task[Any]) -> None:
+        _retrieve_interrupt(task)
+        if not self._started.done():  # cancelled before its first step
+            self._startup_error = CancelledError(f"{self.name} was cancelled before it began")
+            self.coordinator.request_stop()
+            self._main_has_ended()
+
+    def _on_closer_ended(self, task: asyncio.Task[Any]) -> None:
+        _retrieve_interrupt(task)
+        if self._finished.done():
+            return
+        # Cancelled before its first step.
+        self.hurry()
+        self.close()
+        if self._main_task is None or self._main_task.cancelling() or self._main_task.done():
+            self._end_at_once()  # and so was the other one: the loop is being torn down, and nothing has begun
+        else:
+            self._start_closer()
+
     def _stuck_startup(self) -> BaseException:
         return self.coordinator.error or StopGraceExceeded([f"start of {self.name}"], self.kill_grace_secs)
 
     async def _main(self) -> None:
+        interrupt: BaseException | None = None
         try:
-            async with anyio.create_task_group() as group:
-                self._group = group
-                await self._start_up()
-                if self._startup_error is None:
-                    await asyncio.wait([self._stopping])
+            self._group = anyio.create_task_group()
+            async with self._group:
+                try:
+                    await self._start_up()
+                    if self._startup_error is None:
+                        await asyncio.wait([self._stopping])
+                except (KeyboardInterrupt, SystemExit) as error:  # Ctrl-C was pressed while this task had its turn
+                    interrupt = error
+                    self.hurry()
         except CancelledError:
             # From outside: `asyncio.run` cancels every task at its end. The services got the same; stop in order.
             self.coordinator.request_stop()
-        except BaseExceptionGroup as group:
-            # KeyboardInterrupt or SystemExit: of a service, then it has already left the loop by itself; or of ours,
-            # where Ctrl-C was pressed while this task had its turn.
-            self.coordinator.request_stop()
-            for error in group.exceptions:
-                if error not in self._escaped:
-                    raise error from None
+        except BaseExceptionGroup:
+            pass  # KeyboardInterrupt or SystemExit of a service: it has already left the loop by itself
         finally:
-            for service in self.services:
-                _set(service.ended)  # a task that was cancelled before its first step never gets there
-            _set(self._main_ended)
-            _set(self._started)
+            self._main_has_ended()
+        if interrupt is not None:
+            raise interrupt
+
+    def _main_has_ended(self) -> None:
+        for guard in self._unstarted.values():
+            guard.close()  # it was cancelled before its first step
+        self._unstarted.clear()
+        for service in self.services:
+            _set(service.ended)  # those that did not get there by themselves
+        _set(self._main_ended)
+        _set(self._started)
 
     async def _start_up(self) -> None:
         try:
@@ -274,7 +307,8 @@ class Host(Generic[T]):
         cancel = service.cancel if on_stop == "cancel" else None
         if cancel is not None:
             self.coordinator.add_stop_callback(cancel)
-        self._group.start_soon(self._guard, service, async_fn, args, cancel, name=f"{self.name}:{name}")
+        self._unstarted[service] = self._guard(service, async_fn, args, cancel)
+        self._group.start_soon(self._unstarted.__getitem__, service, name=f"{self.name}:{name}")
         return service
 
     async def _guard(
@@ -285,9 +319,10 @@ class Host(Generic[T]):
         on_stop: Callable[[], None] | None,
     ) -> None:
         """Run a service; what it raises is recorded here and never reaches the task group."""
-        service.running_in = asyncio.current_task()
-        service.state = "running"
         try:
+            del self._unstarted[service]
+            service.running_in = asyncio.current_task()
+            service.state = "running"
             with service.scope:
                 await async_fn(*args)
         except CancelledError as error:
@@ -296,9 +331,8 @@ class Host(Generic[T]):
             outside = RuntimeError(f"service {service.name!r} was cancelled from outside")
             outside.__cause__ = error
             self._failed(service, outside)
-        except (KeyboardInterrupt, SystemExit) as error:
+        except (KeyboardInterrupt, SystemExit):
             # asyncio lets these out of the loop at once. Not recorded: they would be raised a second time.
-            self._escaped.append(error)
             self.coordinator.request_stop()
             raise
         except GeneratorExit:  # the coroutine is destroyed: the loop was closed under it
@@ -386,7 +420,7 @@ class Host(Generic[T]):
         now = self.loop.time()
         if not self._interrupts or now - self._interrupted_at > ONE_EVENT_SECS:
             self._interrupts += 1
-            self._interrupted_at = now
+        self._interrupted_at = now
         self.coordinator.request_stop()
         self._on_stop()
         self._ring()
@@ -436,19 +470,23 @@ class Host(Generic[T]):
         try:
             await self._bring_down_in_order()
         finally:
-            # Whatever happens, those who wait are told. Ctrl-C raises in whatever task has its turn: in this one, too.
-            if not self._finished.done() and self._close_now is not None:
-                self._close_now()
-            self.state = "stopped"
-            if self._timer is not None:
-                self._timer.cancel()
-            self.coordinator.remove_stop_callback(self._on_stop)
-            _set(self._settled)
-            _set(self._finished)
-            if self._abandoned:
-                self.coordinator.forget_errors()
-                self.coordinator.unbind()
-                self._let_go()
+            self._end_at_once()
+
+    def _end_at_once(self) -> None:
+        """Whatever happens, those who wait are told. Ctrl-C raises in whatever task has its turn: in ours, too."""
+        close_now, self._close_now = self._close_now, None
+        if not self._finished.done() and close_now is not None:
+            close_now()
+        self.state = "stopped"
+        if self._timer is not None:
+            self._timer.cancel()
+        self.coordinator.remove_stop_callback(self._on_stop)
+        _set(self._settled)
+        _set(self._finished)
+        if self._abandoned:
+            self.coordinator.forget_errors()
+            self.coordinator.unbind()
+            self._let_go()
 
     async def _bring_down_in_order(self) -> None:
         await self._outwait([self._stopping], None)
@@ -608,7 +646,6 @@ class Host(Generic[T]):
         self.on_body_overdue = None
         self.body_task = None
         self._group = None
-        self._escaped = []
 
     @property
     def grace_left(self) -> float:

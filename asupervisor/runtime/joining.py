@@ -32,8 +32,8 @@ _LIVE_TASKS: set[asyncio.Task[Any]] = set()
 
 def keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
     """Refer to a task until it has ended, since asyncio itself refers to tasks only weakly."""
+    task.add_done_callback(_LIVE_TASKS.discard)  # first: an interrupt in between leaves nothing behind
     _LIVE_TASKS.add(task)
-    task.add_done_callback(_LIVE_TASKS.discard)
     return task
 
 
