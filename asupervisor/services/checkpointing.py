@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asupervisor.checkpoint.records import CheckpointInfo, Kind, Outcome, SnapshotInfo
@@ -94,7 +95,8 @@ class CheckpointService:
         self._emergency = False
         self._seen_failure: BaseException | None = None
         self._armed_for: int | None = None
-        self._steps_per_run: int | None = None
+        self._reserved_for: int | None = None
+        self._saved_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -------------------------------------------------------------------------------------- the service
@@ -295,6 +297,8 @@ class CheckpointService:
         try:
             runs = self._session.statistics().runs
             if snapshot is None:
+                if not self._ended:  # in the end nobody is held up any more
+                    await self._session.side(self._store.reserve)
                 snapshot = await self._session.control(self._take)
             taken: Snapshot = snapshot
             info: CheckpointInfo = await self._session.side(lambda raw: self._store.publish(taken))
@@ -310,6 +314,7 @@ class CheckpointService:
 
     def _take(self, raw: Any) -> Snapshot:
         """On the device thread, between two steps."""
+        self._saved_at = monotonic()  # real time, whatever the clock: it is about how fast this machine trains
         kind = Kind.EMERGENCY if self._emergency else Kind.REGULAR
         return self._store.snapshot(raw, kind=kind, training_runs=self._session.training_runs)
 
@@ -373,11 +378,8 @@ class CheckpointService:
         runs = saved.training_runs or 0
         base = runs if saved.step is None else saved.step
         self._armed_for = base + self._save_model_steps
-        self._set_alarm(runs, self._save_model_steps)
-
-    def _set_alarm(self, runs: int, steps: int) -> None:
-        """Any thread: look again when that many steps may have been made; at the next run as long as nobody knows."""
-        self._session.set_alarm(runs + (max(1, steps // self._steps_per_run) if self._steps_per_run else 1), self._ring)
+        # As long as nobody knows how many steps a run makes, and how long it takes: after the next one.
+        self._session.set_alarm(runs + 1, self._ring)
 
     def _ring(self) -> None:
         """On the device thread, right after a training run: the step has one definite value here."""
@@ -388,12 +390,11 @@ class CheckpointService:
         step = self._store.read_step(self._session.raw)
         reached = runs if step is None else step
         made = runs - (saved.training_runs or 0)
-        if made > 0:
-            steps = made if step is None or saved.step is None else step - saved.step
-            # Rounded up: rather look too early than miss the step.
-            self._steps_per_run = max(1, -(-steps // made))
         if reached < due:
-            self._set_alarm(runs, due - reached)
+            steps = made if step is None or saved.step is None else step - saved.step
+            # Steps of a run rounded up: rather look too early than miss the step.
+            left = max(1, (due - reached) // max(1, -(-steps // max(1, made))))
+            self._session.set_alarm(runs + self._runs_to_look(due, left, made), self._ring)
             return
         self._armed_for = None
         if self._flight is not None or self._waiting is not None:
@@ -403,18 +404,35 @@ class CheckpointService:
         snapshot = self._take(self._session.raw)
         _call_soon(loop, self._hand_over, snapshot)
 
+    def _runs_to_look(self, due: int, left: int, made: int) -> int:
+        """On the device thread: after how many of the `left` runs to look again, with the memory ready in time."""
+        if self._reserved_for == due or not self._store.snapshots.wants_memory:
+            return left
+        secs_per_run = (monotonic() - self._saved_at) / max(1, made)
+        lead = 1 + int(1.5 * self._store.snapshots.reserve_secs / max(secs_per_run, 1e-6))
+        if left > lead:
+            return left - lead
+        self._reserved_for = due
+        if self._loop is not None:
+            _call_soon(self._loop, self._reserve_soon)
+        return left
+
+    def _reserve_soon(self) -> None:
+        if not self._ended and self._flight is None:
+            self._start(self._aside(self._store.reserve))
+
+    async def _aside(self, fn: Callable[[Any], None]) -> None:
+        with contextlib.suppress(SessionClosed):
+            await self._session.side(fn)
+
     def _hand_over(self, snapshot: Snapshot) -> None:
         """On the loop: publish what the device thread took, then let the service go on from there."""
         if self._flight is not None or self._waiting is not None or self._ended:
             # Somebody asked in the meantime, and gets a newer state. An older one is not published after it.
-            self._start(self._discard(snapshot))
+            self._start(self._aside(lambda raw: snapshot.discard()))
             self._kick.set()
             return
         self._flight = self._start(self._publish_taken(snapshot))
-
-    async def _discard(self, snapshot: Snapshot) -> None:
-        with contextlib.suppress(SessionClosed):  # then it went with the session
-            await self._session.side(lambda raw: snapshot.discard())
 
     async def _publish_taken(self, snapshot: Snapshot) -> CheckpointInfo:
         try:

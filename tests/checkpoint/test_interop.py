@@ -179,7 +179,7 @@ def test_import_meta_graph(variables: str, tmp_path: Path) -> None:
         saver = tf1.train.import_meta_graph(f"{info.prefix}.meta")
         step = tf1.train.get_global_step()
         again = CheckpointStore(tmp_path / "logdir", graph, saver, global_step=step)
-        assert again._ops is not None
+        assert again.snapshots.ops is not None
         with tf1.Session(graph=graph) as raw:
             assert again.restorer(raw, saver, again.logdir, None)
             assert_same({v.op.name: raw.run(v) for v in tf1.global_variables()}, here)

@@ -94,15 +94,15 @@ def test_memory_is_given_back(make_model: Any, make_store: Any) -> None:
         held = snapshot.held
         assert held is not None
         reader = model.graph.get_operation_by_name(held.ops.write)
-        raw.run(reader.inputs[3:4], held._feed())
+        raw.run(reader.inputs[3:4], held.feed())
         store.publish(snapshot)
         with pytest.raises(tf.errors.InvalidArgumentError, match="not in the session store"):
-            raw.run(reader.inputs[3:4], held._feed())
+            raw.run(reader.inputs[3:4], held.feed())
         discarded = store.snapshot(raw)
         discarded.discard()
         discarded.discard()
         with pytest.raises(tf.errors.InvalidArgumentError, match="not in the session store"):
-            raw.run(reader.inputs[3:4], discarded.held._feed())
+            raw.run(reader.inputs[3:4], discarded.held.feed())
 
 
 def test_memory_is_given_back_when_the_write_fails(make_model: Any, make_store: Any, monkeypatch: Any) -> None:
@@ -167,7 +167,7 @@ def test_every_saveable(variables: str, make_store: Any, tmp_path: Path) -> None
         init = tf1.global_variables_initializer()
     store = CheckpointStore(tmp_path / "ours", graph, saver, global_step=step)
     store.claim(None)
-    assert store._ops is not None
+    assert store.snapshots.ops is not None
     with tf1.Session(graph=graph) as raw:
         raw.run(init)
         raw.run(fill)
@@ -272,7 +272,7 @@ def test_a_second_store_uses_the_ops_of_the_first(make_model: Any, make_store: A
     first = make_store(model)
     model.graph.finalize()
     second = make_store(model)
-    assert second._ops is not None and second._ops is first._ops
+    assert second.snapshots.ops is not None and second.snapshots.ops is first.snapshots.ops
 
 
 def test_ops_do_not_keep_the_graph_alive(make_model: Any, make_store: Any) -> None:
@@ -342,7 +342,7 @@ def test_savers_of_other_kinds_are_called(
             plain, calls = model.saver.save, []
             model.saver.save = lambda *args, **kwargs: (calls.append(args), plain(*args, **kwargs))[1]
     store = make_store(model)
-    assert store._ops is None
+    assert store.snapshots.ops is None
     model.graph.finalize()
     with model.session() as raw:
         raw.run(model.init)
@@ -494,7 +494,7 @@ def test_f07_only_what_is_trained_counts(variables: str, tmp_path: Path) -> None
         saver, init = tf1.train.Saver(), tf1.global_variables_initializer()
     store = CheckpointStore(tmp_path, graph, saver)
     store.claim(None)
-    assert set(store._ops.watched) == {
+    assert set(store.snapshots.ops.watched) == {
         name + slot for name in ("weights", "parted/part_0", "parted/part_1") for slot in ("", "/Momentum")
     }
     with tf1.Session(graph=graph) as raw:
