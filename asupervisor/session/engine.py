@@ -187,7 +187,7 @@ class Engine:
         tensors = [element for element in self._elements if not isinstance(element, tf.Operation)]
         try:
             return _tf.compile_callable(self._raw, self.feeds, tensors, operations, in_callers_thread=in_callers_thread)
-        except tf.errors.OpError:
+        except Exception:
             return None  # Session.run raises it, with all that it says about it
 
     def _settle(self, way: Way) -> None:

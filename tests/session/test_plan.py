@@ -226,6 +226,20 @@ def test_wrong_fetches_and_feeds_raise_when_they_run_and_are_not_kept(plans, raw
     assert plans.plan("later:0").run() == 3
 
 
+def test_what_does_not_compile_fails_as_in_session_run(graph):
+    with graph.as_default(), tf.device("/device:GPU:7"):
+        fetch = tf.raw_ops.Add(x=1.0, y=2.0)
+    with tf1.Session(graph=graph, config=tf1.ConfigProto(allow_soft_placement=False)) as raw:
+        plan = PlanCache(raw).plan(fetch)
+        for _ in range(2):
+            with pytest.raises(tf.errors.InvalidArgumentError) as ours:
+                plan.run()
+            with pytest.raises(tf.errors.InvalidArgumentError) as theirs:
+                raw.run(fetch)
+            assert str(ours.value) == str(theirs.value)
+            assert ours.value.op is theirs.value.op
+
+
 # ------------------------------------------------------------------------------------------ what a plan knows
 
 
@@ -340,16 +354,16 @@ def test_copies_of_other_feeds(plans, model):
 
 def test_handles_of_tensors_that_the_session_keeps(plans, raw, model):
     with model.graph.as_default():
-        fetch = tf1.get_session_handle(tf.identity(model.w))
-        handle = plans.plan(fetch).run()
+        handle = plans.plan(tf1.get_session_handle(tf.reshape(model.w, [1, 2]))).run()
         holder, kept = tf1.get_session_tensor(handle.handle, tf.float32)
         doubled = kept * 2.0
     assert type(handle).__name__ == "TensorHandle"
-    plan = plans.plan(doubled, {holder: handle})
-    np.testing.assert_array_equal(plan.run({holder: handle}), [2.0, 4.0])
-    assert isinstance(plan.convert({holder: handle}), RawFeed)
-    np.testing.assert_array_equal(plan.run({holder: handle.handle}), [2.0, 4.0])
-    np.testing.assert_array_equal(handle.eval(), [1.0, 2.0])
+    feed = {holder: handle.handle}
+    np.testing.assert_array_equal(plans.plan(doubled, feed).run(feed), [[2.0, 4.0]])
+    plan = plans.plan(model.y, {model.x: ONES})
+    assert isinstance(plan.convert({model.x: handle}), RawFeed)
+    np.testing.assert_array_equal(plan.run({model.x: handle}), [[1.0, 4.0]])
+    np.testing.assert_array_equal(plan.run({model.x: ONES}), [[1.0, 2.0]])
     handle.delete()
 
 
