@@ -4,9 +4,9 @@ The rooms of the house, each may import those below it only (`lint-imports` hold
 
     testing                        pytest plugin, a clock moved by hand, fault points, guards
     ------------------------------------------------------------------------------------------------
-    supervisor                     Supervisor: wires everything, managed_session
+    supervisor  monitored          Supervisor, MonitoredTrainingSession and its family: they wire everything
     ------------------------------------------------------------------------------------------------
-    services                       checkpoints, summaries, step counter, queue feeders: background work
+    services  hooks  recovery      background work; code that takes part in each run; when to begin again
     ------------------------------------------------------------------------------------------------
     checkpoint  summary  session   the checkpoint directory; the event file; the only room that drives a Session
     ------------------------------------------------------------------------------------------------
@@ -52,6 +52,17 @@ if TYPE_CHECKING:
     from asupervisor.events import EventSink as EventSink
     from asupervisor.events import ServiceStatus as ServiceStatus
     from asupervisor.events import Status as Status
+    from asupervisor.hooks.protocol import AsyncSessionRunHook as AsyncSessionRunHook
+    from asupervisor.hooks.protocol import HookOutcome as HookOutcome
+    from asupervisor.monitored.creators import ChiefSessionCreator as ChiefSessionCreator
+    from asupervisor.monitored.creators import SessionCreator as SessionCreator
+    from asupervisor.monitored.creators import WorkerSessionCreator as WorkerSessionCreator
+    from asupervisor.monitored.session import MonitoredSession as MonitoredSession
+    from asupervisor.monitored.session import SingularMonitoredSession as SingularMonitoredSession
+    from asupervisor.monitored.stepping import StepContext as StepContext
+    from asupervisor.monitored.training import MonitoredTrainingSession as MonitoredTrainingSession
+    from asupervisor.recovery import Backoff as Backoff
+    from asupervisor.recovery import RecoveryPolicy as RecoveryPolicy
     from asupervisor.runtime.coordinator import Coordinator as Coordinator
     from asupervisor.runtime.device import DeviceExecutor as DeviceExecutor
     from asupervisor.runtime.device import DeviceStatistics as DeviceStatistics
@@ -60,7 +71,7 @@ if TYPE_CHECKING:
     from asupervisor.session.blocking import BlockingSession as BlockingSession
     from asupervisor.session.manager import SessionManager as SessionManager
     from asupervisor.session.session import AsyncSession as AsyncSession
-    from asupervisor.session.session import SessionStatistics as SessionStatistics
+    from asupervisor.session.statistics import SessionStatistics as SessionStatistics
     from asupervisor.session.stream import StepStream as StepStream
     from asupervisor.supervisor import Supervisor as Supervisor
 
@@ -71,12 +82,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "AnyOf": "checkpoint.retention",
     "AsyncSession": "session.session",
+    "AsyncSessionRunHook": "hooks.protocol",
+    "Backoff": "recovery",
     "BlockingSession": "session.blocking",
     "CheckpointDamaged": "errors",
     "CheckpointError": "errors",
     "CheckpointInfo": "checkpoint.records",
     "CheckpointMismatch": "errors",
     "CheckpointNotRestored": "errors",
+    "ChiefSessionCreator": "monitored.creators",
     "Clock": "clock",
     "Coordinator": "runtime.coordinator",
     "DeviceExecutor": "runtime.device",
@@ -84,21 +98,28 @@ _HOMES = {
     "Event": "events",
     "EventSink": "events",
     "EveryNHours": "checkpoint.retention",
+    "HookOutcome": "hooks.protocol",
     "KeepAll": "checkpoint.retention",
     "LatestN": "checkpoint.retention",
     "LogdirInUse": "errors",
     "LogdirNotWritable": "errors",
     "LooperTask": "runtime.looper",
+    "MonitoredSession": "monitored.session",
+    "MonitoredTrainingSession": "monitored.training",
     "Priority": "runtime.device",
     "RecoveryExhausted": "errors",
+    "RecoveryPolicy": "recovery",
     "Retention": "checkpoint.retention",
     "ServiceStatus": "events",
     "SessionActive": "errors",
     "SessionClosed": "errors",
+    "SessionCreator": "monitored.creators",
     "SessionManager": "session.manager",
     "SessionNotReady": "errors",
-    "SessionStatistics": "session.session",
+    "SessionStatistics": "session.statistics",
+    "SingularMonitoredSession": "monitored.session",
     "Status": "events",
+    "StepContext": "monitored.stepping",
     "StepOutcomeUnknown": "errors",
     "StepStream": "session.stream",
     "StopGraceExceeded": "errors",
@@ -107,6 +128,7 @@ _HOMES = {
     "SupervisorError": "errors",
     "SystemClock": "clock",
     "UnknownMaster": "errors",
+    "WorkerSessionCreator": "monitored.creators",
     "WrongEventLoop": "errors",
 }
 

@@ -8,11 +8,15 @@ from typing import Any, assert_type
 import asupervisor
 from asupervisor import (
     AsyncSession,
+    AsyncSessionRunHook,
     BlockingSession,
     Coordinator,
     DeviceExecutor,
     Event,
     LooperTask,
+    MonitoredSession,
+    MonitoredTrainingSession,
+    RecoveryPolicy,
     SessionClosed,
     SessionManager,
     Status,
@@ -43,6 +47,15 @@ async def a_whole_session(graph: Any, train_op: Any) -> None:
 
 async def on_the_side(session: AsyncSession) -> None:
     await session.call(lambda raw: raw.run("op"))
+
+
+async def a_monitored_session(graph: Any, train_op: Any) -> None:
+    hooks = [AsyncSessionRunHook()]
+    policy = RecoveryPolicy(max_restarts=3)
+    async with MonitoredTrainingSession(graph=graph, checkpoint_dir="runs", hooks=hooks, recovery=policy) as session:
+        assert_type(session, MonitoredSession)
+        while not session.should_stop():
+            await session.run(train_op)
 
 
 async def watch(supervisor: Supervisor) -> None:
