@@ -91,6 +91,7 @@ class CheckpointStore:
         init_feed_dict: Feeds for the initialisers of variables that a checkpoint did not supply.
         run_id: Stands in manifests; random by default.
         lock: Checked before something is written, where given.
+        write_meta_graph: Whether each checkpoint has a ``.meta`` file.
         read_only: Only restore: nothing is written, moved or deleted in the directory, which may be another run's.
         clock: Where wall-clock time comes from.
         emit: Where events go.
@@ -118,6 +119,7 @@ class CheckpointStore:
         init_feed_dict: Any = None,
         run_id: str | None = None,
         lock: LogdirLock | None = None,
+        write_meta_graph: bool = True,
         read_only: bool = False,
         clock: Clock | None = None,
         emit: EventSink = log_only,
@@ -142,6 +144,7 @@ class CheckpointStore:
         self.global_step = global_step
         self.run_id = run_id or secrets.token_hex(8)
         self.lock = lock
+        self.write_meta_graph = write_meta_graph
         self.read_only = read_only
         self.restored: RestoreInfo | None = None
         """What the last restore did, or None."""
@@ -312,6 +315,9 @@ class CheckpointStore:
         with raw.graph.as_default():
             returned = self.saver.save(raw, str(temporary / self.basename), global_step=snapshot.info.step)
         (temporary / "checkpoint").unlink(missing_ok=True)
+        if not self.write_meta_graph:
+            for meta in temporary.glob("*.meta"):
+                meta.unlink()
         snapshot.temporary = temporary
         snapshot.written = (
             Path(os.fsdecode(returned)).name
@@ -403,7 +409,8 @@ class CheckpointStore:
             held.write(str(temporary / name))
             held.release()  # the copy lives no longer than it must
             self._faults("after-write")
-            (temporary / f"{name}.meta").write_bytes(self._meta_graph())
+            if self.write_meta_graph:
+                (temporary / f"{name}.meta").write_bytes(self._meta_graph())
             yield temporary, name, nonfinite
 
     def _nonfinite_in_files(self, snapshot: Snapshot) -> list[str]:

@@ -134,10 +134,10 @@ class _ScaffoldedCreator(SessionCreator):
                 # A `tf.train.Checkpoint` becomes a saver in `finalize` only.
                 if saver is not None and not isinstance(saver, tf.train.Checkpoint):
                     # Before `finalize`, which does not let the ops of snapshots in any more.
-                    store = self._store(saver, clock, emit, read_only)
+                    store = self._store(saver, clock, emit, read_only, saving.save_graph_def)
             scaffold.finalize()
             if restoring and store is None and scaffold.saver is not None:
-                store = self._store(scaffold.saver, clock, emit, read_only)
+                store = self._store(scaffold.saver, clock, emit, read_only, saving.save_graph_def)
             elements = GraphElements(
                 self.graph,
                 scaffold.ready_op,
@@ -192,7 +192,9 @@ class _ScaffoldedCreator(SessionCreator):
         has_place = self.checkpoint_dir is not None or self.checkpoint_filename_with_path is not None
         return "restores" if has_place else "initialises"
 
-    def _store(self, saver: Any, clock: Clock, emit: EventSink, read_only: bool) -> CheckpointStore:
+    def _store(
+        self, saver: Any, clock: Clock, emit: EventSink, read_only: bool, write_meta_graph: bool
+    ) -> CheckpointStore:
         assert self.checkpoint_dir is not None
         return CheckpointStore(
             self.checkpoint_dir,
@@ -200,6 +202,7 @@ class _ScaffoldedCreator(SessionCreator):
             saver,
             global_step=tf1.train.get_global_step(self.graph),
             read_only=read_only,
+            write_meta_graph=write_meta_graph,
             clock=clock,
             emit=emit,
         )
