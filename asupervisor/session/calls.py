@@ -27,7 +27,7 @@ class Plans(Protocol):
         """The plan; on a thread."""
 
     def drop(self) -> None:
-        """Forget all plans, before the session closes."""
+        """Forget all plans, when the TensorFlow session is closed."""
 
 
 class RunCall(Call):

@@ -27,6 +27,12 @@ pytestmark = pytest.mark.modes
 WAIT = 20
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 def value_of(sess: AsyncSession, tensor: Any) -> Any:
     """A variable's value, without the session's lanes."""
     return sess.raw.run(tensor)
@@ -161,8 +167,7 @@ async def test_an_enqueue_does_not_wait_behind_the_dequeue_that_waits_for_it(
         await sess.run(fetches, feed)
         await sess.run(model.dequeue)
     waiting = asyncio.create_task(sess.run(model.dequeue))  # type: ignore[arg-type]
-    while sess.executor.busy() is None:
-        await asyncio.sleep(0)
+    await until(lambda: sess.executor.busy() is not None)
     await asyncio.wait_for(sess.run(fetches, feed), WAIT)
     assert await asyncio.wait_for(waiting, WAIT) == 7
 
@@ -377,8 +382,7 @@ async def test_the_blocking_view_runs_inline_on_the_device_thread(sess: AsyncSes
 
 async def test_a_blocking_enqueue_runs_in_its_own_thread(sess: AsyncSession, model: SimpleNamespace) -> None:
     waiting = asyncio.create_task(sess.run(model.dequeue))  # type: ignore[arg-type]
-    while sess.executor.busy() is None:
-        await asyncio.sleep(0)
+    await until(lambda: sess.executor.busy() is not None)
     await asyncio.wait_for(asyncio.to_thread(sess.blocking.run, model.enqueue, {model.number: 4}), WAIT)
     assert await waiting == 4
 
@@ -650,8 +654,7 @@ async def test_close_fails_what_waits_and_ends_what_runs(
     sess = make_session()
     await sess.run(model.count)
     running = asyncio.create_task(sess.run(model.dequeue))
-    while sess.executor.busy() is None:
-        await asyncio.sleep(0)
+    await until(lambda: sess.executor.busy() is not None)
     queued = asyncio.create_task(sess.run(model.count))
     blocking = asyncio.create_task(asyncio.to_thread(sess.blocking.run, model.count))
     while sess.statistics().device.waiting_interactive < 2:
@@ -698,18 +701,21 @@ async def test_the_owner_decides_what_close_does(make_session: Any) -> None:
 async def test_closing_under_a_run_in_flight_is_safe(make_session: Any, model: SimpleNamespace) -> None:
     """TensorFlow crashes when a compiled callable is released while it runs."""
     with model.graph.as_default():
-        x = tf.compat.v1.placeholder(tf.float32, [64, 300])
-        product = x
-        for _ in range(40):
-            product = tf.nn.relu(tf.matmul(product, tf.random.uniform([300, 300])))
+        x = tf.compat.v1.placeholder(tf.float32, [64, 784])
+        hidden = tf.compat.v1.get_variable("hidden", [784, 128])
+        loss = tf.reduce_mean(tf.square(tf.nn.relu(tf.matmul(x, hidden))))
+        train = tf.compat.v1.train.GradientDescentOptimizer(0.01).minimize(loss)
+        model.init = tf.compat.v1.global_variables_initializer()
+    feed = {x: np.ones([64, 784], np.float32)}
     executor = DeviceExecutor()
-    for _ in range(15):
+    for number in range(20):
         sess = make_session(executor)
-        for _ in range(3):
-            await sess.run(product, {x: np.ones([64, 300], np.float32)})
-        task = asyncio.create_task(sess.run(product, {x: np.ones([64, 300], np.float32)}))
-        while executor.busy() is None:
+        async for _ in sess.steps([train, loss], feed, max_steps=100):  # until it is known how to run it best
+            pass
+        task = asyncio.create_task(sess.run([train, loss], feed))
+        while executor.busy() is None and not task.done():
             await asyncio.sleep(0)
+        await asyncio.sleep(0.0001 * (number % 8))
         task.cancel()
         await sess.close()
         await asyncio.wait((task,))
