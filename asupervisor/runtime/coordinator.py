@@ -294,7 +294,7 @@ class Coordinator:
             # Raising it here, maybe while another exception is handled, must not rewrite its history.
             with contextlib.suppress(Exception):
                 error.__context__ = report.context
-            del report, error
+            del self, report, error
 
     def annotate(self) -> None:
         """Attach the later errors to the first one, as notes."""
@@ -432,16 +432,19 @@ class Coordinator:
             self.discard_waiter(stopped)
         self._registered = []
         self._joined = True
-        self.raise_requested_exception()
-        if not late:
-            return
-        if not ignore_live_threads:
-            raise StopGraceExceeded(late, stop_grace_period_secs)
-        self.emit(
-            "stop.left_running",
-            f"still running after {stop_grace_period_secs:g} s of grace: {' '.join(late)}",
-            services=late,
-        )
+        try:
+            self.raise_requested_exception()
+            if late and not ignore_live_threads:
+                raise StopGraceExceeded(late, stop_grace_period_secs)
+            if late:
+                self.emit(
+                    "stop.left_running",
+                    f"still running after {stop_grace_period_secs:g} s of grace: {' '.join(late)}",
+                    services=late,
+                )
+        finally:
+            # The traceback of what is raised leads here, and the coordinator keeps the error: no cycle.
+            del self
 
     # ------------------------------------------------------------------ as a task group
 
@@ -525,7 +528,13 @@ def _exception_of(ex: BaseException | ExcInfo) -> BaseException:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
+    """The error in one line; of TensorFlow's long ones the op and what it says, not the heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    for number, line in enumerate(lines[:-1]):
+        if line.startswith("Node:"):
+            text = f"{lines[number + 1]} ({line})"
+            break
     return f"{type(error).__name__}: {text}"
 
 

@@ -114,6 +114,7 @@ class Host(Generic[T]):
         self._exempt: set[Service] = set()  # who waits in `stop` or `join`, and is not waited for
         self._closing: set[Service] = set()  # those of them who wait in `join`
         self._ran = False
+        self._out_of_words = False  # the last words took too long once: they would again
         self._abandoned = False
         self._late: list[str] = []
         self._late_stack = ""
@@ -502,7 +503,8 @@ class Host(Generic[T]):
         await self._last_words()
         if self._release is not None:
             await self._bounded(self._release, 4 * self.kill_grace_secs, "release")
-        self._late = sorted(service.name for service in self.services if not service.done())
+        running = {service for service in self.services if not service.done()}
+        self._late = sorted(service.name for service in running - self._closing)
         for label, stack in self._busy_threads() if self._busy_threads is not None else ():
             self._late.append(label)
             self._late_stack = self._late_stack or stack
@@ -524,10 +526,15 @@ class Host(Generic[T]):
     async def _last_words(self) -> None:
         if self._settle is None or not self._ran or self._startup_error is not None or self._interrupts > 1:
             return
-        await self._bounded(self._settle, self.grace_left, "final save")
+        if not self._out_of_words:
+            self._out_of_words = not await self._bounded(self._settle, self.grace_left, "final save")
 
-    async def _bounded(self, step: Callable[[], Coroutine[Any, Any, None]], secs: float, name: str) -> None:
-        """Run a step in a task of its own, so that neither a cancellation nor a hang of it takes us along."""
+    async def _bounded(self, step: Callable[[], Coroutine[Any, Any, None]], secs: float, name: str) -> bool:
+        """Run a step in a task of its own, so that neither a cancellation nor a hang of it takes us along.
+
+        Returns:
+            Whether it ended by itself, well or not.
+        """
         interrupts = self._interrupts
         task = keep(self.loop.create_task(step(), name=f"{self.name}-{name.replace(' ', '-')}"))
         deadline = self.loop.time() + secs
@@ -537,16 +544,20 @@ class Host(Generic[T]):
                 deadline = min(deadline, self.loop.time() + self.kill_grace_secs)
                 interrupts = self._interrupts
                 task.cancel()
-        if not task.done():
+        in_time = task.done()
+        if not in_time:
             task.cancel()
             await self._outwait([task], self.kill_grace_secs)
             self.emit("stop.overrun", f"{name} did not end within {secs:g} s", level="error", step=name)
         if not task.done():
-            return
+            return False
         if task.cancelled():
             self.emit("stop.skipped", f"{name} was skipped", level="warning", step=name)
-        elif (error := task.exception()) is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+            return False
+        error = task.exception()
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             self.coordinator.record(error, name)
+        return in_time
 
     def _ring(self) -> None:
         bell, self._bell = self._bell, self.loop.create_future()
@@ -621,6 +632,13 @@ class Host(Generic[T]):
             except CancelledError as error:
                 cancellations.append(error)
                 self.hurry()
+        if self._closing and not callers:
+            # A service has closed the session, and goes on only now, as we do: see it off.
+            try:
+                with anyio.CancelScope(shield=True):
+                    await asyncio.wait([self._main_ended], timeout=self.kill_grace_secs)
+            except CancelledError as error:
+                cancellations.append(error)
         self._let_go()
         try:
             return cancellations

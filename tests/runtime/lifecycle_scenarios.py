@@ -24,7 +24,8 @@ from typing import Any
 
 import anyio
 
-sys.path.insert(0, str(Path(__file__).parent))
+if "lifecycle_matrix" not in sys.modules:
+    sys.path.insert(0, str(Path(__file__).parent))
 
 import lifecycle_matrix as matrix
 
@@ -677,6 +678,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--events", default="*")
     parser.add_argument("--at-once", type=int, default=3)
+    parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     chosen = [name for name in SCENARIOS if matrix.matches(name, options.events)]
     matrix.CASE_LIMIT_SECS = 110

@@ -1,0 +1,123 @@
+"""Every event in every host, and what the matrix does not hold; see `lifecycle_matrix.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def load(name: str) -> ModuleType:
+    """A module beside this one: test modules are not a package."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+matrix = load("lifecycle_matrix")
+scenarios = load("lifecycle_scenarios")
+
+CASES = matrix.cases("block")
+HOSTS = sorted({host for host, _ in CASES})
+
+#: On the real thing: hosts that differ in who enters, who leaves and whose loop it is.
+SESSION_HOSTS = [
+    "plain",
+    "uvloop",
+    "anyio_child",
+    "stack_elsewhere",
+    "stack_manager",
+    "fastapi_dependency",
+    "fastapi_lifespan",
+    "portal",
+    "unittest",
+    "wait_for",
+    "abandoned_generator",
+    "pytest_asyncio_session",
+    "pytest_anyio_module",
+]
+
+Program = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def program(python: str, fresh_environ: dict[str, str]) -> Program:
+    """Runs one of the programs beside this file; its cases, all of them well."""
+
+    def run(name: str, *options: str, limit_secs: float = 110) -> list[dict[str, Any]]:
+        done = subprocess.run(
+            [python, str(HERE / f"{name}.py"), "--verbose", *options],
+            env=fresh_environ,
+            capture_output=True,
+            text=True,
+            timeout=limit_secs,
+        )
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        results = [line for line in lines if "event" in line]
+        wrong = [result for result in results if result["problems"]]
+        assert not wrong, "\n".join(
+            f"{result['host']}, {result['event']}:\n  " + "\n  ".join(result["problems"]) for result in wrong
+        )
+        assert lines and lines[-1].get("cases") == len(results) > 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_f25_every_host(program: Program, host: str) -> None:
+    """All events in a plain coroutine, and a seeded few in each of the other hosts."""
+    count = [] if host == "plain" else ["--count", "14", "--seed", str(zlib.crc32(host.encode()))]
+    program("lifecycle_matrix", "--hosts", host, *count)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("host", HOSTS)
+def test_f25_every_event_in_every_host(program: Program, host: str) -> None:
+    program("lifecycle_matrix", "--hosts", host, limit_secs=1400)
+
+
+def test_f25_managed_session_in_hosts(program: Program) -> None:
+    """A seeded few of the cases on real TensorFlow sessions."""
+    hosts = ",".join(SESSION_HOSTS)
+    results = program("lifecycle_supervisor", "--hosts", hosts, "--count", "70", "--seed", "3")
+    assert {result["host"] for result in results} == set(SESSION_HOSTS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("host", HOSTS)
+def test_f25_managed_session_in_every_host(program: Program, host: str) -> None:
+    program("lifecycle_supervisor", "--hosts", host, limit_secs=2900)
+
+
+@pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))
+def test_scenario(program: Program, name: str) -> None:
+    program("lifecycle_scenarios", "--events", name)
+
+
+def test_the_matrix_covers_what_it_should() -> None:
+    """A case that silently falls out of the matrix would be missed by nobody."""
+    hosts = set(HOSTS)
+    if sys.version_info < (3, 12):
+        assert "eager" not in hosts
+    assert len(CASES) > 2500, len(CASES)
+    for host in hosts:
+        events = {event for other, event in CASES if other == host}
+        assert {"clean", "body_error", "service_error_body_elsewhere", "stop_by_thread", "stop_by_signal"} <= events
+    for name in matrix.EVENTS:
+        assert any(event == name for _, event in CASES), name
