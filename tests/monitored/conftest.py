@@ -73,7 +73,9 @@ def model(variables: str) -> Callable[..., SimpleNamespace]:
 class Recorder(AsyncSessionRunHook):
     """A hook that notes its calls in a list that several hooks may share."""
 
-    def __init__(self, name: str = "hook", calls: list[str] | None = None, fetches: Any = None, feed: Any = None) -> None:
+    def __init__(
+        self, name: str = "hook", calls: list[str] | None = None, fetches: Any = None, feed: Any = None
+    ) -> None:
         self.name = name
         self.calls: list[str] = [] if calls is None else calls
         self.fetches = fetches
@@ -123,7 +125,7 @@ def recorder() -> type[Recorder]:
 
 
 class Raiser(AsyncSessionRunHook):
-    """A hook that raises something in the given method, at the given call of it; a plain one or a coroutine function."""
+    """A hook that raises something in the given method, at the given call of it."""
 
     def __init__(self, method: str, error: BaseException, at: int = 1) -> None:
         self.calls = 0
@@ -172,7 +174,9 @@ class FailingSession(tf1.Session):
 class Factory(SessionCreator):
     """Makes one failing session after another, then fails itself as a list does."""
 
-    def __init__(self, graph: tf.Graph, watched: Any, fail_at: list[int | None], error: Callable[[], Exception]) -> None:
+    def __init__(
+        self, graph: tf.Graph, watched: Any, fail_at: list[int | None], error: Callable[[], Exception]
+    ) -> None:
         self.graph = graph
         self.made = 0
         self.sessions: list[FailingSession] = []

@@ -30,7 +30,9 @@ async def test_s5_saving_restoring_checkpoint(counter: Make, tmp_path: Path) -> 
         assert await sess.run(again.step) == 2, "the end has saved"
 
 
-@pytest.mark.parametrize(("intervals", "steps"), [({"save_checkpoint_steps": 100}, 100), ({"save_checkpoint_secs": 0.1}, 11)])
+@pytest.mark.parametrize(
+    ("intervals", "steps"), [({"save_checkpoint_steps": 100}, 100), ({"save_checkpoint_secs": 0.1}, 11)]
+)
 async def test_s5_save_checkpoint_by_steps_or_secs(
     counter: Make, tmp_path: Path, intervals: dict[str, Any], steps: int
 ) -> None:
