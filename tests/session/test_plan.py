@@ -174,13 +174,23 @@ def test_ids_in_keys_belong_to_living_objects(plans, model):
         with model.graph.as_default():
             assert plans.plan(tf.constant(number)).run() == number
 
+    def run(number):
+        with model.graph.as_default():
+            sparse = tf.SparseTensor([[0]], [number], [1])
+        return plans.plan(sparse).run().values[0], plans.plan([sparse]).run()[0].values[0]
+
+    got = [run(number) for number in range(20)]
+    assert got == [(number, number) for number in range(20)]
+
 
 def test_a_bounded_cache_keeps_what_is_used(raw, model):
     plans = PlanCache(raw, global_step=model.step, maxsize=4)
     hot = plans.plan([model.y, model.train], {model.x: ONES})
     ghosts = []
+    with model.graph.as_default():
+        tensors = [tf.constant(number) for number in range(40)]
     for number in range(40):
-        plan = plans.plan({f"key {number}": model.w})
+        plan = plans.plan([tensors[number]] if number % 2 else {f"key {number}": model.w})
         plan.run()
         ghosts.append(weakref.ref(plan))
         assert len(plans) <= 4
@@ -400,6 +410,50 @@ def test_a_dict_of_feeds_may_be_filled_again(plans, model):
     assert plan.execute(args) is None
 
 
+# --------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.fixture
+def stored(graph):
+    """Results that are new arrays, and what keeps them: a variable, a queue."""
+    with graph.as_default():
+        x = tf1.placeholder(tf.float32, [2, 2], name="x")
+        u = tf1.get_variable("u", initializer=[[0.0, 0.0], [0.0, 0.0]], use_resource=True)
+        queue = tf.queue.FIFOQueue(9, [tf.float32], shapes=[[2, 2]])
+        nobody, keeper = tf.matmul(x, x), tf.matmul(x, x + x)
+        queued = tf.nn.relu(nobody + keeper)
+        return x, nobody, keeper, queued, u, u.assign(keeper).op, queue.enqueue(queued), queue.dequeue()
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_results_that_somebody_keeps(graph, stored, inline):
+    x, _, keeper, queued, u, assign, enqueue, dequeue = stored
+    feed = {x: np.eye(2, dtype=np.float32)}
+    with tf1.Session(graph=graph) as raw:
+        raw.run(u.initializer)
+        plans = PlanCache(raw, inline=inline)
+        for _ in range(3):
+            value, none = plans.plan([keeper, assign], feed).run(feed)
+            assert none is None
+            value[...] = 77.0
+            np.testing.assert_array_equal(raw.run(u), 2.0 * np.eye(2))
+            value = plans.plan([queued, enqueue], feed).run(feed)[0]
+            value[...] = 77.0
+            np.testing.assert_array_equal(raw.run(dequeue), 3.0 * np.eye(2))
+
+
+def test_results_that_nobody_keeps_are_not_copied(graph, stored):
+    x, nobody, *_ = stored
+    with graph.as_default():
+        alone = tf.matmul(x, x)
+    feed = {x: np.eye(2, dtype=np.float32)}
+    with tf1.Session(graph=graph) as raw:
+        plans = PlanCache(raw)
+        assert not plans.plan(alone, feed).run(feed).flags.owndata
+        assert not raw.run(alone, feed).flags.owndata
+        assert plans.plan(nobody, feed).run(feed).flags.writeable
+
+
 # --------------------------------------------------------------------------------------------------- riders
 
 
@@ -503,7 +557,8 @@ def test_closed_sessions(model):
     raw.run(model.init)
     plans = PlanCache(raw)
     plan = plans.plan(model.y, {model.x: ONES})
-    plan.run({model.x: ONES})
+    while plan._engine.fast is None:
+        plan.run({model.x: ONES})
     fresh = plans.plan(model.train)
     raw.close()
     for run in (
