@@ -22,6 +22,7 @@ from asupervisor.clock import Clock, SystemClock, next_boundary
 from asupervisor.errors import CheckpointNotRestored, LogdirInUse, SessionClosed
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.racing import first_of
+from asupervisor.services.last_snapshot import PATIENCE_SECS, SnapshotTaker
 
 if TYPE_CHECKING:
     from asupervisor.runtime.coordinator import Coordinator
@@ -93,6 +94,7 @@ class CheckpointService:
         self._ended = False
         # Written on the loop, read on the device thread; a stale value costs a save at the next chance.
         self._emergency = False
+        self._taker = SnapshotTaker(session)
         self._seen_failure: BaseException | None = None
         self._armed_for: int | None = None
         self._reserved_for: int | None = None
@@ -177,8 +179,9 @@ class CheckpointService:
     async def final_save(self, outcome: Outcome, timeout_secs: float | None = None) -> CheckpointInfo | None:
         """The last save of a session; the timers are off from here on.
 
-        Nothing is written where nothing has changed since the last save. After an error of a training run the state
-        goes to an emergency checkpoint, which is never restored by itself.
+        Nothing is written where nothing has changed since the last save. After an error of a training run, and beside
+        one that waits for its input and does not end, the state goes to an emergency checkpoint, which is never
+        restored by itself.
 
         Cancelling it releases the caller; the save goes on until the session is closed.
 
@@ -197,6 +200,7 @@ class CheckpointService:
         self._ended = True
         self._armed_for = None
         self._emergency = outcome is Outcome.STEP_ERROR
+        self._taker.ending(PATIENCE_SECS if timeout_secs is None else min(PATIENCE_SECS, timeout_secs / 2))
         if not self._store.can_save or self._session.closed:
             return None
         if not await self._wait_for(self._flight, deadline):
@@ -218,17 +222,7 @@ class CheckpointService:
         task = self._request()
         if not await self._wait_for(task, deadline):
             raise TimeoutError(f"the final save was not done within {timeout_secs:g} s")
-        info = task.result()
-        if info.kind is Kind.EMERGENCY:
-            self._emit(
-                "checkpoint.emergency",
-                f"a training run failed; the state after it was written to {info.prefix}, which is never restored by "
-                "itself",
-                level="warning",
-                prefix=info.prefix,
-                step=info.step,
-            )
-        return info
+        return task.result()
 
     async def drain(self, timeout_secs: float | None = None) -> bool:
         """Wait for the saves under way; before the session is closed.
@@ -299,7 +293,7 @@ class CheckpointService:
             if snapshot is None:
                 if not self._ended:  # in the end nobody is held up any more
                     await self._session.side(self._store.reserve)
-                snapshot = await self._session.control(self._take)
+                snapshot = await self._taker.take(self._take)
             taken: Snapshot = snapshot
             info: CheckpointInfo = await self._session.side(lambda raw: self._store.publish(taken))
         except SessionClosed:
@@ -312,10 +306,10 @@ class CheckpointService:
         self._succeeded(info, taken.info, runs)
         return info
 
-    def _take(self, raw: Any) -> Snapshot:
-        """On the device thread, between two steps."""
+    def _take(self, raw: Any, torn: bool = False) -> Snapshot:
+        """On the device thread, between two steps; or, in the end, beside one that may be applied in part."""
         self._saved_at = monotonic()  # real time, whatever the clock: it is about how fast this machine trains
-        kind = Kind.EMERGENCY if self._emergency else Kind.REGULAR
+        kind = Kind.EMERGENCY if self._emergency or torn else Kind.REGULAR
         return self._store.snapshot(raw, kind=kind, training_runs=self._session.training_runs)
 
     def _succeeded(self, info: CheckpointInfo, taken: SnapshotInfo, runs: int) -> None:
@@ -351,6 +345,15 @@ class CheckpointService:
             write_secs=info.write_secs,
             checkpoint_kind=info.kind.name.lower(),
         )
+        if info.kind is Kind.EMERGENCY:
+            why = f"{self._taker.beside} did not end" if self._taker.beside else "a training run failed"
+            self._emit(
+                "checkpoint.emergency",
+                f"{why}; the state as it left it was written to {info.prefix}, which is never restored by itself",
+                level="warning",
+                prefix=info.prefix,
+                step=info.step,
+            )
         if self._on_saved is not None and info.kind is Kind.REGULAR:
             self._on_saved(info)
 

@@ -211,6 +211,23 @@ async def test_loop_on_a_thread_uses_the_blocking_view(model: Callable[..., Any]
     assert losses == sorted(losses, reverse=True)
 
 
+async def test_loop_on_a_thread_has_the_graph(counter: Callable[..., Any]) -> None:
+    """A new thread executes eagerly, where half of the v1 API fails: so did TensorFlow's own services (item 26)."""
+    made = counter(5)
+    sv = Supervisor(graph=made.graph)
+    seen: list[Any] = []
+
+    def target(sess: Any) -> None:
+        seen.append((tf.executing_eagerly(), tf1.get_default_graph() is made.graph))
+        seen.append(tf1.train.global_step(sess.raw, made.step))
+        sv.request_stop()
+
+    async with sv.managed_session() as sess:
+        sv.loop(60, target, (sess.blocking,))
+        await sv.wait_for_stop()
+    assert seen == [(False, True), 5]
+
+
 @pytest.mark.parametrize("colour", ["sync", "async"])
 async def test_an_error_of_a_loop_leaves_the_block(colour: str, counter: Callable[..., Any]) -> None:
     made = counter()
@@ -244,7 +261,7 @@ async def test_a_loop_of_a_generator_function_is_refused(counter: Callable[..., 
         for target in (generator, async_generator):
             with pytest.raises(TypeError, match="generator"):
                 sv.loop(60, target)
-            with pytest.raises(TypeError, match="generator|awaited"):
+            with pytest.raises(TypeError, match=r"generator|awaited"):
                 sv.start_soon(target)
         assert sv.status().services == ()
 
