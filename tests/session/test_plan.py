@@ -177,10 +177,14 @@ def test_ids_in_keys_belong_to_living_objects(plans, model):
     def run(number):
         with model.graph.as_default():
             sparse = tf.SparseTensor([[0]], [number], [1])
-        return plans.plan(sparse).run().values[0], plans.plan([sparse]).run()[0].values[0]
+        return weakref.ref(sparse), plans.plan(sparse).run().values[0]
 
-    got = [run(number) for number in range(20)]
-    assert got == [(number, number) for number in range(20)]
+    ghosts, got = zip(*(run(number) for number in range(20)), strict=True)
+    assert got == tuple(range(20))
+    assert all(ghost() is not None for ghost in ghosts)
+    plans.drop()
+    gc.collect()
+    assert all(ghost() is None for ghost in ghosts)
 
 
 def test_a_bounded_cache_keeps_what_is_used(raw, model):
