@@ -243,6 +243,7 @@ class Device:
             if not source.queued:
                 source.queued = True
                 streams.append(source)
+            del source  # this frame may sleep for long: it must not keep anybody alive
         if streams:
             if not self.closed:
                 self._give_turn(streams.popleft())

@@ -169,6 +169,10 @@ class AsyncSession:
             if plan.is_training:
                 return self._runs.run(plan, args)
             return plan.execute(args)
+        except RuntimeError as error:
+            if self.closed:  # TensorFlow's own word for it: the close came between our look and its
+                raise SessionClosed(self.name) from error
+            raise
         finally:
             self._run_count += 1
             (self._step_times if plan.is_training else self._run_times).append(monotonic() - begun)

@@ -345,8 +345,10 @@ class Steps:
                 steps_run=self.steps_run,
             )
             self.finish("out_of_range")
-        elif isinstance(error, tf.errors.CancelledError) and (self.session._stopping() or self.session.closed):
-            self.finish("stop")  # an echo of the stop or the close: the queue or the session went from under the step
+        elif isinstance(error, tf.errors.CancelledError | RuntimeError) and self.session.closed:
+            self.finish("closed")  # an echo of the close, which has told the consumer
+        elif isinstance(error, tf.errors.CancelledError) and self.session._stopping():
+            self.finish("stop")  # an echo of the stop: its queue was closed under the step
         else:
             # Raised as itself, StopAsyncIteration would pass for the end of the stream.
             self.finish("error", boxed(error, self.describe, StopAsyncIteration))

@@ -666,7 +666,7 @@ async def test_close_fails_what_waits_and_ends_what_runs(
     for task in (queued, blocking):
         with pytest.raises(SessionClosed):
             await task
-    with pytest.raises(tf.errors.CancelledError):
+    with pytest.raises((tf.errors.CancelledError, SessionClosed)):  # as far as it had come
         await running
 
 
@@ -791,8 +791,7 @@ async def test_a_closed_session_is_freed_without_the_garbage_collector(model: Si
     try:
         alive = weakref.ref(sess)
         del sess
-        await asyncio.sleep(0)
-        assert alive() is None
+        await until(lambda: alive() is None)  # the side thread that closed it may not have left yet
     finally:
         gc.enable()
     assert await executor.aclose(WAIT)
