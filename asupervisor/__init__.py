@@ -4,7 +4,7 @@ The rooms of the house, each may import those below it only (`lint-imports` hold
 
     testing                        pytest plugin, a clock moved by hand, fault points, guards
     ------------------------------------------------------------------------------------------------
-    supervisor  monitored          Supervisor, MonitoredTrainingSession and its family: they wire everything
+    supervisor  monitored  loops   Supervisor, MonitoredTrainingSession and its family, train_loop: they wire everything
     ------------------------------------------------------------------------------------------------
     services  hooks  recovery      background work; code that takes part in each run; when to begin again
     ------------------------------------------------------------------------------------------------
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from asupervisor.errors import CheckpointNotRestored as CheckpointNotRestored
     from asupervisor.errors import LogdirInUse as LogdirInUse
     from asupervisor.errors import LogdirNotWritable as LogdirNotWritable
+    from asupervisor.errors import NonFiniteError as NonFiniteError
     from asupervisor.errors import RecoveryExhausted as RecoveryExhausted
     from asupervisor.errors import SessionActive as SessionActive
     from asupervisor.errors import SessionClosed as SessionClosed
@@ -52,14 +53,23 @@ if TYPE_CHECKING:
     from asupervisor.events import EventSink as EventSink
     from asupervisor.events import ServiceStatus as ServiceStatus
     from asupervisor.events import Status as Status
+    from asupervisor.hooks.evaluating import EvaluationHook as EvaluationHook
+    from asupervisor.hooks.feeding import FeedScheduleHook as FeedScheduleHook
+    from asupervisor.hooks.guarding import NonFiniteHook as NonFiniteHook
     from asupervisor.hooks.protocol import AsyncSessionRunHook as AsyncSessionRunHook
     from asupervisor.hooks.protocol import HookOutcome as HookOutcome
+    from asupervisor.hooks.stopping import EarlyStoppingHook as EarlyStoppingHook
+    from asupervisor.hooks.stopping import StopAtStepHook as StopAtStepHook
+    from asupervisor.hooks.telling import LoggingTensorHook as LoggingTensorHook
+    from asupervisor.hooks.telling import StepProfileHook as StepProfileHook
+    from asupervisor.loops import train_loop as train_loop
     from asupervisor.monitored.creators import ChiefSessionCreator as ChiefSessionCreator
     from asupervisor.monitored.creators import SessionCreator as SessionCreator
     from asupervisor.monitored.creators import WorkerSessionCreator as WorkerSessionCreator
     from asupervisor.monitored.session import MonitoredSession as MonitoredSession
     from asupervisor.monitored.session import SingularMonitoredSession as SingularMonitoredSession
     from asupervisor.monitored.stepping import StepContext as StepContext
+    from asupervisor.monitored.streams import MonitoredSteps as MonitoredSteps
     from asupervisor.monitored.training import MonitoredTrainingSession as MonitoredTrainingSession
     from asupervisor.recovery import Backoff as Backoff
     from asupervisor.recovery import RecoveryPolicy as RecoveryPolicy
@@ -95,17 +105,24 @@ _HOMES = {
     "Coordinator": "runtime.coordinator",
     "DeviceExecutor": "runtime.device",
     "DeviceStatistics": "runtime.device",
+    "EarlyStoppingHook": "hooks.stopping",
+    "EvaluationHook": "hooks.evaluating",
     "Event": "events",
     "EventSink": "events",
     "EveryNHours": "checkpoint.retention",
+    "FeedScheduleHook": "hooks.feeding",
     "HookOutcome": "hooks.protocol",
     "KeepAll": "checkpoint.retention",
     "LatestN": "checkpoint.retention",
     "LogdirInUse": "errors",
     "LogdirNotWritable": "errors",
+    "LoggingTensorHook": "hooks.telling",
     "LooperTask": "runtime.looper",
     "MonitoredSession": "monitored.session",
+    "MonitoredSteps": "monitored.streams",
     "MonitoredTrainingSession": "monitored.training",
+    "NonFiniteError": "errors",
+    "NonFiniteHook": "hooks.guarding",
     "Priority": "runtime.device",
     "RecoveryExhausted": "errors",
     "RecoveryPolicy": "recovery",
@@ -121,7 +138,9 @@ _HOMES = {
     "Status": "events",
     "StepContext": "monitored.stepping",
     "StepOutcomeUnknown": "errors",
+    "StepProfileHook": "hooks.telling",
     "StepStream": "session.stream",
+    "StopAtStepHook": "hooks.stopping",
     "StopGraceExceeded": "errors",
     "StopRequested": "errors",
     "Supervisor": "supervisor",
@@ -130,6 +149,7 @@ _HOMES = {
     "UnknownMaster": "errors",
     "WorkerSessionCreator": "monitored.creators",
     "WrongEventLoop": "errors",
+    "train_loop": "loops",
 }
 
 __all__ = [*_HOMES, "__version__"]

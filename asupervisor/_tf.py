@@ -39,6 +39,10 @@ class SessionNotReady(errors.SessionNotReady, tf.errors.DeadlineExceededError): 
         return type(self), (self.variables, self.waited_secs, self._what)
 
 
+class NonFiniteError(errors.NonFiniteError, tf.compat.v1.train.NanLossDuringTrainingError):  # type: ignore[misc]
+    """The instances of `errors.NonFiniteError`: also what code written for TensorFlow's `NanTensorHook` catches."""
+
+
 def write_plugin_assets(graph: tf.Graph, logdir: str) -> None:
     """Write the files that TensorBoard's plugins attached to a graph, below ``logdir/plugins``; blocking.
 

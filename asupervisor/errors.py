@@ -16,6 +16,7 @@
     │   ├── CheckpointDamaged    its files are truncated, altered or missing
     │   ├── CheckpointMismatch   its contents do not fit this model
     │   └── CheckpointNotRestored  the directory holds checkpoints that this run did not restore
+    ├── NonFiniteError           a watched value is NaN or infinite              (also RuntimeError)
     ├── StepOutcomeUnknown       a step may or may not have been applied
     └── RecoveryExhausted        the recovery budget is used up
 
@@ -204,6 +205,28 @@ class CheckpointNotRestored(CheckpointError):
             f"logdir {path!r} holds checkpoints that were not restored: {reason}. Pass fresh_start=True to begin "
             "at step 0 all the same, or give this run its own logdir."
         )
+
+
+class NonFiniteError(SupervisorError, RuntimeError):
+    """A value that a hook watches is NaN or infinite.
+
+    The instances that are raised are `tf.compat.v1.train.NanLossDuringTrainingError` as well.
+
+    Args:
+        tensor: What was watched.
+        count: How many of its numbers are not finite.
+        step: The global step about then, or None.
+    """
+
+    def __init__(self, tensor: str, count: int, step: int | None = None) -> None:
+        self.tensor = tensor
+        self.count = count
+        self.step = step
+        when = "" if step is None else f" at about step {step}"
+        super().__init__(f"{tensor!r} has {count} NaN or infinite values{when}: the model diverged.")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class StepOutcomeUnknown(SupervisorError):

@@ -1,0 +1,168 @@
+"""The loop around a supervised training step, which begins again after a lost session."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from asupervisor import _tf
+from asupervisor.errors import RecoveryExhausted, StopRequested
+from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy
+from asupervisor.runtime.looper import check_arguments
+
+if TYPE_CHECKING:
+    from asupervisor.supervisor import Supervisor
+
+ANY_ORIGIN: frozenset[Origin] = frozenset(("run", "coordinator", "hook", "step_fn", "startup"))
+
+
+async def train_loop(
+    sv: Supervisor,
+    async_fn: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    master: str = "",
+    *,
+    recovery: RecoveryPolicy | None = None,
+) -> None:
+    """Call a training step in a managed session until the stop, and begin anew where a session was lost.
+
+    ::
+
+        async def step(sess, batches):
+            await sess.run(train_op, feed_dict=next(batches))
+            if await sess.run(global_step) >= 10_000:
+                sv.request_stop()
+
+        await train_loop(sv, step, args=(batches,))
+
+    A restart is a new managed session: restored from what the last one has saved at its end, its services started
+    again. It is a loud event with a counter, comes after a pause, and its number is bounded. Where nothing has been
+    saved, a new session would begin with an untrained model: then the error leaves, unless the policy allows it.
+
+    A stop that is requested during the pause, or while the next session starts, ends the loop. Cancelling it cancels
+    what it is at.
+
+    Source: `tf.compat.v1.train.basic_train_loop`, which recovers from AbortedError only, at once and without a limit.
+
+    Args:
+        sv: The supervisor.
+        async_fn: One training step, or more; called again and again as ``async_fn(sess, *args, **kwargs)``. A coroutine
+            function runs on the event loop; a plain function there as well, and what it returns is awaited if it can
+            be.
+        args: Further positional arguments.
+        kwargs: Keyword arguments.
+        master: See `Supervisor.managed_session`.
+        recovery: When to begin again; by default `RecoveryPolicy`'s errors, whoever raised them, the step included.
+
+    Raises:
+        TypeError: `async_fn` cannot be called with these arguments.
+        RecoveryExhausted: The recovery policy's budget is used up.
+        BaseException: What left the managed session and is not to be recovered from.
+    """
+    arguments, keywords = tuple(args or ()), dict(kwargs or {})
+    check_arguments(async_fn, (None, *arguments), keywords)
+    policy = recovery or RecoveryPolicy(origins=ANY_ORIGIN)
+    history = RecoveryHistory()
+    while True:
+        attempt = _Attempt(sv, first=not history.total)
+        try:
+            await attempt.train(master, lambda sess: async_fn(sess, *arguments, **keywords))
+            return
+        except StopRequested:
+            if attempt.origin != "startup" or not history.total:
+                raise
+            return
+        except Exception as error:
+            if attempt.stopped:
+                raise
+            decision = attempt.decide(policy, history, error)
+            if not decision.restart:
+                _explain(decision, error)
+            history, reason = decision.history, repr(error)
+        if not await _pause(sv, decision, reason):
+            return
+
+
+class _Attempt:
+    """One managed session.
+
+    Args:
+        sv: The supervisor.
+        first: Whether it is the first one. Later ones heed a stop that was requested since the last one ended.
+    """
+
+    def __init__(self, sv: Supervisor, *, first: bool) -> None:
+        self.origin: Origin = "startup"
+        """Where an error came from."""
+        self.stopped = False
+        """Whether somebody had requested a stop, without an error, when it came."""
+        self._sv = sv
+        self._first = first
+
+    async def train(self, master: str, step: Callable[[Any], Any]) -> None:
+        """Call `step` in a session of its own until the stop."""
+        sv = self._sv
+        block = sv.managed_session(master)
+        sess = await block.enter(clear_stop=self._first)
+        self.origin = "coordinator"
+        try:
+            while not sv.should_stop():
+                result = step(sess)
+                if inspect.isawaitable(result):
+                    await result
+                else:
+                    await asyncio.sleep(0)
+        except BaseException as error:
+            self.origin = "run" if _tf.raised_by_session(error) else "step_fn"
+            self.stopped = sv.should_stop() and sv.coord.error is None
+            if not await block.exit(error):
+                raise
+        else:
+            await block.exit(None)
+
+    def decide(self, policy: RecoveryPolicy, history: RecoveryHistory, error: Exception) -> Decision:
+        """Whether to begin again after an error that left the session."""
+        sv = self._sv
+        status = sv.status()
+        return policy.decide(
+            error,
+            self.origin,
+            history,
+            now_secs=asyncio.get_running_loop().time(),
+            step=status.global_step,
+            restorable=self.origin == "startup"
+            or not sv.is_chief
+            or status.last_checkpoint is not None
+            or not sv.graph.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES),
+        )
+
+
+def _explain(decision: Decision, error: Exception) -> None:
+    """Raise the error that is not recovered from, with the reason where it is not plain."""
+    if decision.reason == "budget used up":
+        raise RecoveryExhausted(decision.history.total, error) from error
+    if decision.reason == "would reinitialise the model":
+        error.add_note(
+            "asupervisor: not recovered from, since nothing has been saved: a new session would begin with an untrained"
+            " model. RecoveryPolicy(allow_reinit=True) allows it"
+        )
+    raise error
+
+
+async def _pause(sv: Supervisor, decision: Decision, reason: str) -> bool:
+    """Wait before the next session; False where a stop was requested meanwhile."""
+    sv.coord.clear_stop()  # the stop of the session that has ended; from here on, it is a new one
+    sv.coord.emit(
+        "session.recovering",
+        f"recovery {decision.history.total} in {decision.delay_secs:.2f} s, because of {reason}",
+        level="warning",
+        error=reason,
+        restarts=decision.history.total,
+        delay_secs=decision.delay_secs,
+    )
+    return not await sv.coord.wait_for_stop(decision.delay_secs)
