@@ -5,23 +5,22 @@ as well: nothing that writes a variable runs beside it (a feeder on a side threa
 the tensors that the Saver's own SaveV2 op reads, and the global step in the same run: the name of the checkpoint is
 the step inside.
 
-Where it is kept, and why nothing is torn afterwards. What is kept must not be written in place by the next step.
+Why nothing is torn afterwards. A ref variable is written in place, a table's export may hand out its live buffer, and a
+resource variable that somebody else holds is copied by the very step that writes it. So everything is copied at once:
 
-* **Large tensors of known shape** are copied into *holders*: variables of our own. The copy is one pass over memory,
-  if the holder has its memory already: `Held` is preceded by `reserve`, on a side thread, which lets TensorFlow fill
-  the holders with zeros. Fresh memory costs more than ten passes where the system is slow to hand out pages (400 ms
-  for 256 MB on the machine that this was measured on, and 30 ms to copy into pages that are there), and a step that
-  copies before it writes, because a handle shares its variable's buffer, pays that price, too. Without `reserve` a
-  snapshot is as consistent, and slower.
-* **The rest** is kept under session handles. A resource variable copies before it writes while somebody else holds
-  its buffer (the handle does), so reading it is enough. A ref variable writes in place, so its tensor is copied first
-  (DeepCopy), also behind an Identity; anything else (a table's export may hand out its live buffer) is copied, too.
+* **Large tensors of known shape** into *holders*, variables of our own. The copy is one pass over memory if the
+  holder has its memory already; `reserve`, on a side thread, gives it to the holders beforehand. Fresh memory costs
+  more than ten such passes where the system is slow to hand out pages (400 ms for 256 MB on the machine that this was
+  measured on, against 30 ms to copy into pages that are there), which is why no session handle is used that would
+  share the buffers of resource variables: the next step would pay that price. Without `reserve` a snapshot is as
+  consistent, and slower.
+* **The rest** (small tensors, strings, tables) is fetched, which copies, and fed when it is written.
 
-There is one set of holders, so one snapshot lives at a time: `CheckpointStore` sees to that. After the write `release`
-empties the holders: the memory is given back until the next `reserve`.
+There is one set of holders, so one snapshot lives at a time: `keeper.py` sees to that. After the write `release`
+empties them: the memory is given back until the next `reserve`.
 
-`tests/checkpoint/test_snapshot.py` takes snapshots beside a step that changes variables one after another; it
-breaks as soon as one copy is left out.
+`tests/checkpoint/test_snapshot.py` takes snapshots beside a step that changes variables one after another, and of
+every kind of saveable; it breaks as soon as one of them shares memory with the model.
 
 The ops live in a name scope of their own, in no collection, and are left out of what is exported. They are found by
 name, so that a second supervisor on a graph that is finalised uses those of the first; a graph that was finalised
@@ -48,8 +47,8 @@ _CHECKED_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64
 _FIXED_DTYPES = (
     *_CHECKED_DTYPES, tf.bool, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64,
 )  # fmt: skip
-# Below that, memory comes from what was freed before, and costs nothing to speak of.
-_HOLDER_BYTES = 128 << 10
+# A holder takes ten ops, and a fetch a copy in one thread: this is where the one begins to cost less than the other.
+_HOLDER_BYTES = 256 << 10
 _lock = threading.Lock()
 _known: weakref.WeakKeyDictionary[tf.Graph, dict[tuple[str, str | None], SnapshotOps]] = weakref.WeakKeyDictionary()
 
@@ -60,32 +59,31 @@ class SnapshotOps:
 
     Attributes:
         scope: Name scope of all of them, with its slash.
-        handles: Tensors whose fetch gives a handle for each tensor that is kept under one.
-        copy: Op that copies the large ones into their holders.
+        fetched: Tensors of the model that are fetched.
+        fed: Placeholders for their values, in the same order.
+        copy: Op that copies the large tensors into their holders.
         reserve: Op that gives the holders their memory, or None where there are none.
-        reserved_bytes: How much.
+        origin: Placeholder that `reserve` is fed: zero.
         step: Tensor with the global step, or None.
-        held: Placeholder for the handles.
         prefix: Placeholder for the prefix to write to.
-        write: Op that writes what the handles hold.
-        release: Op that gives the memory back.
-        finite: Tensor with a flag for each of `watched`.
-        watched: Trainable variables and their slots, by op name.
+        write: Op that writes holders and fed values.
+        release: Op that gives the holders' memory back.
+        watched: Trainable variables and their slots, by op name: where their value is. A number is an index into
+            `fetched`; a name is a holder, and the next one a tensor that is not finite if anything in it is not.
         bytes: Size of all tensors, as far as their static shapes tell.
     """
 
     scope: str
-    handles: tuple[str, ...]
+    fetched: tuple[str, ...]
+    fed: tuple[str, ...]
     copy: str
     reserve: str | None
-    reserved_bytes: int
+    origin: str
     step: str | None
-    held: str
     prefix: str
     write: str
     release: str
-    finite: str | None
-    watched: tuple[str, ...]
+    watched: tuple[tuple[str, int | tuple[str, str]], ...]
     bytes: int
 
 
@@ -166,15 +164,6 @@ def plain_save_op(graph: tf.Graph, saver: Any) -> tf.Operation | None:
     return found[0] if len(found) == 1 else None
 
 
-def _needs_copy(tensor: tf.Tensor) -> bool:
-    while True:
-        if tensor.dtype != tensor.dtype.base_dtype:  # a reference to a variable's own memory
-            return True
-        if tensor.op.type != "Identity":
-            return tensor.op.type not in ("ReadVariableOp", "Const")
-        tensor = tensor.op.inputs[0]
-
-
 def _variable_op(tensor: tf.Tensor) -> tf.Operation | None:
     op = tensor.op
     while op.type in ("Identity", "ReadVariableOp") and op.inputs:
@@ -182,8 +171,8 @@ def _variable_op(tensor: tf.Tensor) -> tf.Operation | None:
     return op if op.type in ("VarHandleOp", "Variable", "VariableV2") else None
 
 
-def _watched(graph: tf.Graph, sources: Sequence[tf.Tensor]) -> list[int]:
-    """Which saved tensors are trainable variables or slots of such: those named below one."""
+def _watched(graph: tf.Graph, sources: Sequence[tf.Tensor]) -> list[tuple[int, str]]:
+    """Which saved tensors are trainable variables or slots of such (those named below one), with their names."""
     trainable = {v.op.name for v in graph.get_collection(tf.compat.v1.GraphKeys.TRAINABLE_VARIABLES)}
     chosen = []
     for index, tensor in enumerate(sources):
@@ -192,7 +181,7 @@ def _watched(graph: tf.Graph, sources: Sequence[tf.Tensor]) -> list[int]:
             continue
         parts = variable.name.split("/")
         if any("/".join(parts[:depth]) in trainable for depth in range(1, len(parts) + 1)):
-            chosen.append(index)
+            chosen.append((index, variable.name))
     return chosen
 
 
@@ -202,63 +191,58 @@ def _build(graph: tf.Graph, save: tf.Operation, step: tf.Tensor | None) -> Snaps
     sources = list(save.inputs[3:])
     # Whatever the caller is in the middle of (a device, a scope, control dependencies, a colocation) is not meant.
     with tf.compat.v1.name_scope(scope), graph.device(None), graph.control_dependencies(None):
-        handles, holders, step_copy = [], {}, None
-        copies, reserves, releases = [], [], []
+        origin = tf.compat.v1.placeholder(tf.int64, [], name="origin")
+        prefix = tf.compat.v1.placeholder(tf.string, [], name="prefix")
+        large: dict[int, tf.Tensor] = {}
+        small: dict[int, tf.Tensor] = {}
+        copies: list[tf.Operation] = []
+        reserves: list[tf.Operation] = []
+        releases: list[tf.Operation] = []
         for index, source in enumerate(sources):
+            dtype, shape = source.dtype.base_dtype, source.shape
+            if _static_bytes(source) < _HOLDER_BYTES:
+                small[index] = tf.compat.v1.placeholder(dtype, shape)
+                continue
             with graph.device(source.op.device):
-                if _static_bytes(source) >= _HOLDER_BYTES:
-                    dtype, shape = source.dtype.base_dtype, source.shape
-                    holder = raw_ops.VariableV2(shape=shape, dtype=dtype, container="", shared_name="")
-                    zeros = raw_ops.Fill(dims=shape.as_list(), value=tf.zeros([], dtype))
-                    copies.append(_assign(holder, source))
-                    reserves.append(_assign(holder, zeros))
-                    releases.append(_assign(holder, tf.zeros([0], dtype)))
-                    holders[index] = holder
-                else:
-                    kept = raw_ops.DeepCopy(x=source) if _needs_copy(source) else source
-                    handles.append(raw_ops.GetSessionHandle(value=kept))
+                large[index] = raw_ops.VariableV2(shape=shape, dtype=dtype, container="", shared_name="")
+                copies.append(_assign(large[index], source))
+                releases.append(_assign(large[index], tf.zeros([0], dtype)))
+                with graph.control_dependencies(reserves[-1:]):
+                    reserves.append(_assign(large[index], _fresh(shape, dtype, origin)))
+        step_copy = None
         if step is not None:
             with graph.device(step.op.device):
                 step_copy = raw_ops.DeepCopy(x=step)
-        held = tf.compat.v1.placeholder(tf.string, [len(handles)], name="held")
-        prefix = tf.compat.v1.placeholder(tf.string, [], name="prefix")
-        fed = iter(tf.unstack(held) if handles else [])
-        tensors = []
-        for index, source in enumerate(sources):
-            with graph.device(source.op.device):
-                if index in holders:
-                    tensors.append(holders[index])
-                    continue
-                handle = next(fed)
-                tensors.append(raw_ops.GetSessionTensor(handle=handle, dtype=source.dtype.base_dtype))
-                releases.append(raw_ops.DeleteSessionTensor(handle=handle))
         with graph.device(save.device):
             write = raw_ops.SaveV2(
-                prefix=prefix, tensor_names=save.inputs[1], shape_and_slices=save.inputs[2], tensors=tensors
+                prefix=prefix,
+                tensor_names=save.inputs[1],
+                shape_and_slices=save.inputs[2],
+                tensors=[large.get(index, small.get(index)) for index in range(len(sources))],
             )
-        watched = _watched(graph, sources)
-        flags: list[tf.Tensor] = []
-        for index in watched:
-            # One after another: the flags of one variable at a time, a quarter of its size, are in memory.
-            with graph.control_dependencies(flags[-1:]), graph.device(sources[index].op.device):
-                flags.append(_all_finite(tensors[index]))
-        finite = tf.stack(flags) if flags else None
+        watched: list[tuple[str, int | tuple[str, str]]] = []
+        place = {index: number for number, index in enumerate(small)}
+        for index, name in _watched(graph, sources):
+            if index in small:
+                watched.append((name, place[index]))
+            else:
+                with graph.device(sources[index].op.device):
+                    watched.append((name, (large[index].name, _sum_of_squares(large[index]).name)))
         copy = tf.group(*copies, name="copy")
         reserve = tf.group(*reserves, name="reserve") if reserves else None
         release = tf.group(*releases, name="release")
     return SnapshotOps(
         scope=scope,
-        handles=tuple(handle.name for handle in handles),
+        fetched=tuple(sources[index].name for index in small),
+        fed=tuple(placeholder.name for placeholder in small.values()),
         copy=copy.name,
         reserve=None if reserve is None else reserve.name,
-        reserved_bytes=sum(_static_bytes(sources[index]) for index in holders),
+        origin=origin.name,
         step=None if step_copy is None else step_copy.name,
-        held=held.name,
         prefix=prefix.name,
         write=write.name,
         release=release.name,
-        finite=None if finite is None else finite.name,
-        watched=tuple(variable.name for i in watched if (variable := _variable_op(sources[i]))),
+        watched=tuple(watched),
         bytes=sum(_static_bytes(source) for source in sources),
     )
 
@@ -269,11 +253,23 @@ def _assign(holder: tf.Tensor, value: tf.Tensor) -> tf.Operation:
     return tf.raw_ops.Assign(ref=holder, value=value, validate_shape=False, use_locking=False).op
 
 
-def _all_finite(tensor: tf.Tensor) -> tf.Tensor:
-    if tensor.dtype.is_complex:
-        return tf.logical_and(_all_finite(tf.math.real(tensor)), _all_finite(tf.math.imag(tensor)))
-    flags = tf.math.is_finite(tensor)
-    return tf.raw_ops.All(input=flags, axis=tf.range(tf.rank(flags)))
+def _fresh(shape: tf.TensorShape, dtype: tf.DType, origin: tf.Tensor) -> tf.Tensor:
+    """A tensor in memory of its own, every page of it touched.
+
+    Range writes in one thread, one variable after another: Fill would occupy all threads that the steps compute with.
+    And it depends on something that is fed, or TensorFlow would fold it into a constant that stays.
+    """
+    bytes_ = math.prod(shape.as_list()) * dtype.size
+    if dtype == tf.bool or dtype.size > 8 or bytes_ % 8:
+        return tf.raw_ops.Fill(dims=shape.as_list() + origin, value=tf.zeros([], dtype))
+    words = tf.raw_ops.Range(start=origin, limit=tf.constant(bytes_ // 8, tf.int64), delta=tf.constant(1, tf.int64))
+    return tf.reshape(tf.raw_ops.Bitcast(input=words, type=dtype), shape)
+
+
+def _sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
+    # Finite only if every element is; not finite, too, where they are finite and very large, which is then looked at.
+    # One pass, and no memory, where flags for each element would take a quarter of the variable's size.
+    return tf.raw_ops.L2Loss(t=tf.abs(tensor) if tensor.dtype.is_complex else tensor)
 
 
 def _static_bytes(tensor: tf.Tensor) -> int:
@@ -288,18 +284,18 @@ def _static_bytes(tensor: tf.Tensor) -> int:
 
 @dataclass(slots=True)
 class Held:
-    """A snapshot inside TensorFlow's session; give it back with `release`.
+    """A snapshot, most of it inside TensorFlow's session; give it back with `release`.
 
     Attributes:
         raw: The session that holds it; None when it was given back.
         ops: The ops that took it.
-        handles: The handles of what is kept under one.
+        values: What was fetched.
         step: The global step inside, or None.
     """
 
     raw: tf.compat.v1.Session | None
     ops: SnapshotOps
-    handles: list[str]
+    values: list[Any]
     step: int | None
     _mutex: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -308,21 +304,26 @@ class Held:
         """Whether it was given back."""
         return self.raw is None
 
-    def feed(self) -> dict[Any, Any]:
-        """What the ops that read it are fed."""
-        return {self.ops.held: np.array(self.handles, dtype=object)}
-
     def nonfinite(self) -> list[str]:
         """Trainable variables and slots with NaN or infinite values; blocking, on a side thread."""
-        if self.ops.finite is None:
-            return []
-        flags = self._session().run(self.ops.finite, self.feed())
-        return [name for name, finite in zip(self.ops.watched, flags, strict=True) if not finite]
+        raw = self._session()
+        held = [place for _, place in self.ops.watched if not isinstance(place, int)]
+        sums = dict(zip(held, raw.run([total for _, total in held]), strict=True))
+        found = []
+        for name, place in self.ops.watched:
+            if isinstance(place, int):
+                finite = np.all(np.isfinite(self.values[place]))
+            else:
+                finite = np.isfinite(sums[place]) or np.all(np.isfinite(raw.run(place[0])))
+            if not finite:
+                found.append(name)
+        return found
 
     def write(self, prefix: str) -> None:
         """Write index and data under a prefix; blocking, on a side thread."""
         raw = self._session()
-        raw.run(raw.graph.get_operation_by_name(self.ops.write), {**self.feed(), self.ops.prefix: prefix})
+        feeds = {**dict(zip(self.ops.fed, self.values, strict=True)), self.ops.prefix: prefix}
+        raw.run(raw.graph.get_operation_by_name(self.ops.write), feeds)
 
     def _session(self) -> tf.compat.v1.Session:
         if self.raw is None:
@@ -337,10 +338,11 @@ class Held:
         # Not a flag alone: who comes second must not go on to fill the holders while the first one empties them.
         with self._mutex:
             raw, self.raw = self.raw, None
+            self.values = []
             if raw is None:
                 return
             try:
-                raw.run(raw.graph.get_operation_by_name(self.ops.release), self.feed())
+                raw.run(raw.graph.get_operation_by_name(self.ops.release))
             except (RuntimeError, tf.errors.OpError):  # closed: its memory went with it
                 pass
 
@@ -353,7 +355,7 @@ def reserve(raw: tf.compat.v1.Session, ops: SnapshotOps) -> None:
         ops: What `add_snapshot_ops` gave for its graph; no snapshot of it is alive.
     """
     if ops.reserve is not None:
-        raw.run(raw.graph.get_operation_by_name(ops.reserve))
+        raw.run(raw.graph.get_operation_by_name(ops.reserve), {ops.origin: 0})
 
 
 def hold(raw: tf.compat.v1.Session, ops: SnapshotOps) -> Held:
@@ -364,14 +366,15 @@ def hold(raw: tf.compat.v1.Session, ops: SnapshotOps) -> Held:
         ops: What `add_snapshot_ops` gave for its graph; no other snapshot of it is alive.
     """
     copy = raw.graph.get_operation_by_name(ops.copy)
-    fetched, step, _ = raw.run((list(ops.handles), ops.step if ops.step is not None else (), copy))
-    # Asking for the raw handle also ends TensorFlow's own collection of it, which would run ops at some later step.
-    handles = [handle.get_raw_handle() for handle in fetched]
-    return Held(raw, ops, handles, None if ops.step is None else int(np.ravel(step)[0]))
+    values, step, _ = raw.run((list(ops.fetched), ops.step if ops.step is not None else (), copy))
+    return Held(raw, ops, values, None if ops.step is None else int(np.ravel(step)[0]))
 
 
 def can_hold(raw: tf.compat.v1.Session) -> bool:
-    """Whether a session can keep tensors under handles: only one in this process can."""
+    """Whether snapshots are taken in a session: in one of this process.
+
+    On a server, the holders would be on its machines, and written there; the saver knows how to do that.
+    """
     return not raw.sess_str
 
 
