@@ -13,7 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow as tf
 
-from tests.benchmarks import latency, steps, supervisors
+from tests.benchmarks import checkpoints, latency, steps, supervisors
 from tests.benchmarks.measure import Report, say
 
 PARTS = {
@@ -24,6 +24,7 @@ PARTS = {
     "stop": supervisors.start_and_stop,
     "many": supervisors.many,
     "imports": supervisors.imports,
+    "saves": checkpoints.stalls,
 }
 
 
