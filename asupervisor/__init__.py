@@ -24,7 +24,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asupervisor.checkpoint.catalogue import checkpoints as checkpoints
     from asupervisor.checkpoint.records import CheckpointInfo as CheckpointInfo
+    from asupervisor.checkpoint.records import CheckpointRecord as CheckpointRecord
     from asupervisor.checkpoint.retention import AnyOf as AnyOf
     from asupervisor.checkpoint.retention import EveryNHours as EveryNHours
     from asupervisor.checkpoint.retention import KeepAll as KeepAll
@@ -100,6 +102,7 @@ _HOMES = {
     "CheckpointInfo": "checkpoint.records",
     "CheckpointMismatch": "errors",
     "CheckpointNotRestored": "errors",
+    "CheckpointRecord": "checkpoint.records",
     "ChiefSessionCreator": "monitored.creators",
     "Clock": "clock",
     "Coordinator": "runtime.coordinator",
@@ -149,6 +152,7 @@ _HOMES = {
     "UnknownMaster": "errors",
     "WorkerSessionCreator": "monitored.creators",
     "WrongEventLoop": "errors",
+    "checkpoints": "checkpoint.catalogue",
     "train_loop": "loops",
 }
 
