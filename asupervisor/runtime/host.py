@@ -25,21 +25,18 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
 
 from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.joining import cancel_again, keep
-from asupervisor.runtime.service import Service
+from asupervisor.runtime.service import Service, ServiceGroup
+from asupervisor.runtime.waits import Waits, set_done
 
 T = TypeVar("T")
 
 KILL_GRACE_SECS = 1.0
 """What is left to something that was cancelled, or that is not waited for politely."""
-
-ONE_EVENT_SECS = 0.1
-"""Cancellations that follow one another so closely are one event: a loop that is torn down cancels all of its tasks."""
 
 
 class Host(Generic[T]):
@@ -80,7 +77,6 @@ class Host(Generic[T]):
         self.stop_grace_secs = stop_grace_secs
         self.kill_grace_secs = kill_grace_secs
         self.emit = emit
-        self.services: list[Service] = []
         self.on_body_overdue: Callable[[], None] | None = None
         self.body_task: asyncio.Task[Any] | None = None
         self._startup = startup
@@ -90,7 +86,10 @@ class Host(Generic[T]):
         self._busy_threads = stragglers
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.state: Literal["starting", "running", "stopping", "stopped"] = "starting"
-        self._group: TaskGroup | None = None
+        self._services = ServiceGroup(name, coordinator, emit)
+        self._waits = Waits(
+            name, kill_grace_secs, on_interrupt=self._on_interrupt, record=coordinator.record, emit=emit
+        )
         self._main_task: asyncio.Task[Any] | None = None
         self._startup_error: BaseException | None = None
         self._value: T | None = None
@@ -104,13 +103,8 @@ class Host(Generic[T]):
         self._close_wanted = self.loop.create_future()
         self._finished = self.loop.create_future()
         self._main_ended = self.loop.create_future()
-        self._services_cancelled = False
-        self._interrupts = 0
-        self._interrupted_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._late_timers = 0
-        self._bell = self.loop.create_future()  # rung when a wait of the closer must look again
-        self._unstarted: dict[Service, Coroutine[Any, Any, None]] = {}
         self._exempt: set[Service] = set()  # who waits in `stop` or `join`, and is not waited for
         self._closing: set[Service] = set()  # those of them who wait in `join`
         self._ran = False
@@ -204,35 +198,26 @@ class Host(Generic[T]):
         return self.coordinator.error or StopGraceExceeded([f"start of {self.name}"], self.kill_grace_secs)
 
     async def _main(self) -> None:
-        interrupt: BaseException | None = None
+        async def main() -> None:
+            await self._start_up()
+            if self._startup_error is None:
+                await asyncio.wait([self._stopping])
+
         try:
-            self._group = anyio.create_task_group()
-            async with self._group:
-                try:
-                    await self._start_up()
-                    if self._startup_error is None:
-                        await asyncio.wait([self._stopping])
-                except (KeyboardInterrupt, SystemExit) as error:  # Ctrl-C was pressed while this task had its turn
-                    interrupt = error
-                    self.hurry()
+            await self._services.host(main)
         except CancelledError:
             # From outside: `asyncio.run` cancels every task at its end. The services got the same; stop in order.
             self.coordinator.request_stop()
-        except BaseExceptionGroup:
-            pass  # KeyboardInterrupt or SystemExit of a service: it has already left the loop by itself
+        except (KeyboardInterrupt, SystemExit):
+            self.hurry()
+            raise
         finally:
             self._main_has_ended()
-        if interrupt is not None:
-            raise interrupt
 
     def _main_has_ended(self) -> None:
-        for guard in self._unstarted.values():
-            guard.close()  # it was cancelled before its first step
-        self._unstarted.clear()
-        for service in self.services:
-            _set(service.ended)  # those that did not get there by themselves
-        _set(self._main_ended)
-        _set(self._started)
+        self._services.end()
+        set_done(self._main_ended)
+        set_done(self._started)
 
     async def _start_up(self) -> None:
         try:
@@ -261,7 +246,7 @@ class Host(Generic[T]):
                 self._startup_error = self._aborted()
             else:
                 self.state = "running"
-        _set(self._started)
+        set_done(self._started)
 
     def _aborted(self) -> BaseException:
         return self.coordinator.error or StopRequested(f"start of {self.name}")
@@ -293,81 +278,15 @@ class Host(Generic[T]):
             WrongEventLoop: Called off the host's loop.
             RuntimeError: The host has ended, or has not started.
         """
-        if _running_loop() is not self.loop:
-            raise WrongEventLoop(
-                f"{self.name} was asked from another thread or event loop to start {name!r}",
-                "Call it on the loop of the session, for example by loop.call_soon_threadsafe.",
-            )
-        if self._group is None or self._main_ended.done() or self._services_cancelled:
-            raise RuntimeError(
-                f"{self.name} cannot start {name!r}: its services have ended or were never started. "
-                "Enter managed_session() first."
-            )
-        service = Service(name, critical)
-        self.services.append(service)
-        cancel = service.cancel if on_stop == "cancel" else None
-        if cancel is not None:
-            self.coordinator.add_stop_callback(cancel)
-        self._unstarted[service] = self._guard(service, async_fn, args, cancel)
-        self._group.start_soon(self._unstarted.__getitem__, service, name=f"{self.name}:{name}")
-        return service
+        return self._services.spawn(name, async_fn, args, critical, on_stop)
 
-    async def _guard(
-        self,
-        service: Service,
-        async_fn: Callable[..., Awaitable[Any]],
-        args: tuple[Any, ...],
-        on_stop: Callable[[], None] | None,
-    ) -> None:
-        """Run a service; what it raises is recorded here and never reaches the task group."""
-        try:
-            del self._unstarted[service]
-            service.running_in = asyncio.current_task()
-            service.state = "running"
-            with service.scope:
-                await async_fn(*args)
-        except CancelledError as error:
-            if self._services_cancelled or (self._main_task is not None and self._main_task.cancelling()):
-                return  # by us, or by a loop that cancels all its tasks at its end; this task ends here anyway
-            outside = RuntimeError(f"service {service.name!r} was cancelled from outside")
-            outside.__cause__ = error
-            self._failed(service, outside)
-        except (KeyboardInterrupt, SystemExit):
-            # asyncio lets these out of the loop at once. Not recorded: they would be raised a second time.
-            self.coordinator.request_stop()
-            raise
-        except GeneratorExit:  # the coroutine is destroyed: the loop was closed under it
-            raise
-        except BaseException as error:  # also those that are no Exception: those of pytest, for one
-            self._failed(service, error)
-        finally:
-            if service.state == "running":
-                service.state = "done"
-            if on_stop is not None:
-                self.coordinator.remove_stop_callback(on_stop)
-            # The record stays in the status; the task and what it referred to need not.
-            service.scope = anyio.CancelScope()
-            _set(service.ended)
-            # The traceback of its error leads to this frame: no cycle, and nothing that keeps the host alive.
-            del self, service, async_fn, args, on_stop
-
-    def _failed(self, service: Service, error: BaseException) -> None:
-        clean = isinstance(error, self.coordinator.clean_stop_exception_types)
-        service.state = "done" if clean else "failed"
-        service.last_error = error
-        if service.critical and not self._finished.done():
-            self.coordinator.record(error, service.name)
-        else:  # or it outlived everything: nobody but the log will see it
-            self.emit(
-                "service.failed",
-                f"{service.name} failed: {error!r}",
-                level="error",
-                service=service.name,
-                error=repr(error),
-            )
+    @property
+    def services(self) -> list[Service]:
+        """The records of the services, the oldest first."""
+        return self._services.records
 
     def _running_services(self) -> list[Service]:
-        return [service for service in self.services if not service.done() and service not in self._exempt]
+        return [service for service in self._services.running() if service not in self._exempt]
 
     # ------------------------------------------------------------------ the stop
 
@@ -378,14 +297,14 @@ class Host(Generic[T]):
         self.state = "stopping"
         if not self._started.done() or self._startup_error is not None:
             # This aborts the startup: there is nobody to be given grace, and no body to wait for.
-            self._cancel_services()
-            _set(self._grace_over)
-            _set(self._body_done)
-            _set(self._settle_wanted)
-            _set(self._close_wanted)
-        elif not self._services_cancelled:
+            self._services.cancel()
+            set_done(self._grace_over)
+            set_done(self._body_done)
+            set_done(self._settle_wanted)
+            set_done(self._close_wanted)
+        elif not self._services.cancelled:
             self._arm(self.stop_grace_secs)
-        _set(self._stopping)
+        set_done(self._stopping)
 
     def _arm(self, secs: float) -> None:
         due = self.loop.time() + secs
@@ -406,33 +325,28 @@ class Host(Generic[T]):
                 level="warning",
                 services=waiting,
             )
-        self._cancel_services()
+        self._services.cancel()
         if not self._body_done.done() and not self._body_knows and self.on_body_overdue is not None:
             self.on_body_overdue()
-        _set(self._grace_over)
-
-    def _cancel_services(self) -> None:
-        self._services_cancelled = True
-        if self._group is not None:
-            self._group.cancel_scope.cancel()
+        set_done(self._grace_over)
 
     def hurry(self) -> None:
         """Whoever waits for the end was cancelled: no more grace for the services; twice: none for the last words."""
-        now = self.loop.time()
-        if not self._interrupts or now - self._interrupted_at > ONE_EVENT_SECS:
-            self._interrupts += 1
-        self._interrupted_at = now
+        self._waits.interrupt()
         self.coordinator.request_stop()
         self._on_stop()
-        self._ring()
         if self._timer is not None:
             self._timer.cancel()
-        self._cancel_services()
-        _set(self._grace_over)
+        self._services.cancel()
+        set_done(self._grace_over)
+
+    def _on_interrupt(self) -> None:
+        self.hurry()
+        self.close()
 
     def body_ended(self) -> None:
         """The body of the block has ended: settle and release need not wait for it any more."""
-        _set(self._body_done)
+        set_done(self._body_done)
         self.close()
 
     def close(self) -> None:
@@ -440,9 +354,9 @@ class Host(Generic[T]):
         self.coordinator.request_stop()
         self.coordinator.drain()
         self._on_stop()  # where an interrupt has hit the drain that should have called it
-        _set(self._body_done)
-        _set(self._settle_wanted)
-        _set(self._close_wanted)
+        set_done(self._body_done)
+        set_done(self._settle_wanted)
+        set_done(self._close_wanted)
 
     def abandon(self) -> None:
         """End without the loop: everything that can be told to end is told, nothing is waited for.
@@ -463,7 +377,7 @@ class Host(Generic[T]):
 
     def _end_abandoned(self) -> None:
         self.hurry()
-        self._interrupts = 2  # no last words: what could be closed has been closed
+        self._waits.interrupts = 2  # no last words: what could be closed has been closed
         self.close()
 
     async def _bring_down(self) -> None:
@@ -479,32 +393,32 @@ class Host(Generic[T]):
         if not self._finished.done() and close_now is not None:
             close_now()
         self.state = "stopped"
+        self._services.closed = True
         if self._timer is not None:
             self._timer.cancel()
         self.coordinator.remove_stop_callback(self._on_stop)
-        _set(self._settled)
-        _set(self._finished)
+        set_done(self._settled)
+        set_done(self._finished)
         if self._abandoned:
             self.coordinator.forget_errors()
             self.coordinator.unbind()
             self._let_go()
 
     async def _bring_down_in_order(self) -> None:
-        await self._outwait([self._stopping], None)
+        await self._waits.outwait([self._stopping], None)
         await self._services_end()
-        await self._outwait([self._settle_wanted, self._grace_over], None, any_of=True)
+        await self._waits.outwait([self._settle_wanted, self._grace_over], None, any_of=True)
         # At the end of the grace the body was told: let it get out of the block.
-        await self._outwait([self._settle_wanted], self.kill_grace_secs)
+        await self._waits.outwait([self._settle_wanted], self.kill_grace_secs)
         await self._last_words()
-        _set(self._settled)
-        await self._outwait([self._close_wanted], None)
+        set_done(self._settled)
+        await self._waits.outwait([self._close_wanted], None)
         self._exempt &= self._closing  # who has called `stop()` has had no more than the others until now
         await self._services_end()
         await self._last_words()
         if self._release is not None:
-            await self._bounded(self._release, 4 * self.kill_grace_secs, "release")
-        running = {service for service in self.services if not service.done()}
-        self._late = sorted(service.name for service in running - self._closing)
+            await self._waits.bounded(self._release, 4 * self.kill_grace_secs, "release")
+        self._late = sorted(service.name for service in set(self._services.running()) - self._closing)
         for label, stack in self._busy_threads() if self._busy_threads is not None else ():
             self._late.append(label)
             self._late_stack = self._late_stack or stack
@@ -513,72 +427,23 @@ class Host(Generic[T]):
     async def _services_end(self) -> None:
         while running := self._running_services():
             # The bell: the exempt set has grown, by a service that calls stop().
-            await self._outwait([*(s.ended for s in running), self._grace_over, self._bell], None, any_of=True)
+            await self._waits.outwait(
+                [*(s.ended for s in running), self._grace_over, self._waits.bell], None, any_of=True
+            )
             if self._grace_over.done():
                 break
         deadline = self.loop.time() + self.kill_grace_secs
         while (running := self._running_services()) and (left := deadline - self.loop.time()) > 0:
-            await self._outwait([s.ended for s in running], left)
+            await self._waits.outwait([s.ended for s in running], left)
         if not self._exempt and not self._running_services():
             left = max(0.0, deadline - self.loop.time())
-            await self._outwait([self._main_ended], left)
+            await self._waits.outwait([self._main_ended], left)
 
     async def _last_words(self) -> None:
-        if self._settle is None or not self._ran or self._startup_error is not None or self._interrupts > 1:
+        if self._settle is None or not self._ran or self._startup_error is not None or self._waits.interrupts > 1:
             return
         if not self._out_of_words:
-            self._out_of_words = not await self._bounded(self._settle, self.grace_left, "final save")
-
-    async def _bounded(self, step: Callable[[], Coroutine[Any, Any, None]], secs: float, name: str) -> bool:
-        """Run a step in a task of its own, so that neither a cancellation nor a hang of it takes us along.
-
-        Returns:
-            Whether it ended by itself, well or not.
-        """
-        interrupts = self._interrupts
-        task = keep(self.loop.create_task(step(), name=f"{self.name}-{name.replace(' ', '-')}"))
-        deadline = self.loop.time() + secs
-        while not task.done() and (left := deadline - self.loop.time()) > 0:
-            await self._outwait([task, self._bell], left, any_of=True)
-            if self._interrupts > max(1, interrupts):  # the bell: a second interrupt, nobody wants to wait
-                deadline = min(deadline, self.loop.time() + self.kill_grace_secs)
-                interrupts = self._interrupts
-                task.cancel()
-        in_time = task.done()
-        if not in_time:
-            task.cancel()
-            await self._outwait([task], self.kill_grace_secs)
-            self.emit("stop.overrun", f"{name} did not end within {secs:g} s", level="error", step=name)
-        if not task.done():
-            return False
-        if task.cancelled():
-            self.emit("stop.skipped", f"{name} was skipped", level="warning", step=name)
-            return False
-        error = task.exception()
-        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
-            self.coordinator.record(error, name)
-        return in_time
-
-    def _ring(self) -> None:
-        bell, self._bell = self._bell, self.loop.create_future()
-        _set(bell)
-
-    async def _outwait(self, futures: list[asyncio.Future[Any]], timeout: float | None, any_of: bool = False) -> None:
-        """Wait; a cancellation of this task is remembered as an interrupt and the wait goes on."""
-        mode = asyncio.FIRST_COMPLETED if any_of else asyncio.ALL_COMPLETED
-        deadline = None if timeout is None else self.loop.time() + timeout
-        while True:
-            pending = [future for future in futures if not future.done()]
-            if not pending or (any_of and len(pending) < len(futures)):
-                return
-            left = None if deadline is None else deadline - self.loop.time()
-            if left is not None and left <= 0:
-                return
-            try:
-                await asyncio.wait(pending, timeout=left, return_when=mode)
-            except CancelledError:
-                self.hurry()
-                self.close()
+            self._out_of_words = not await self._waits.bounded(self._settle, self.grace_left, "final save")
 
     # ------------------------------------------------------------------ waiting for the end
 
@@ -593,14 +458,14 @@ class Host(Generic[T]):
         """
         self._check_loop("stop()")
         me = asyncio.current_task()
-        callers = self._services_of(me)
+        callers = self._services.of_task(me)
         self._exempt |= callers
         self._body_knows |= me is self.body_task if self.body_task is not None else not callers
-        self._ring()
+        self._waits.ring()
         self.coordinator.request_stop()
         self.coordinator.drain()
         self._on_stop()
-        _set(self._settle_wanted)
+        set_done(self._settle_wanted)
         try:
             await asyncio.wait([self._settled])
             self.coordinator.mark_joined()
@@ -619,9 +484,9 @@ class Host(Generic[T]):
         then.
         """
         self._check_loop("join()")
-        self._closing |= (callers := self._services_of(asyncio.current_task()))
+        self._closing |= (callers := self._services.of_task(asyncio.current_task()))
         self._exempt |= callers
-        self._ring()
+        self._waits.ring()
         cancellations: list[CancelledError] = []
         while not self._finished.done():
             try:
@@ -646,9 +511,6 @@ class Host(Generic[T]):
             # The tracebacks of the cancellations lead here.
             del cancellations, self
 
-    def _services_of(self, task: asyncio.Task[Any] | None) -> set[Service]:
-        return {service for service in self.services if task is not None and service.running_in is task}
-
     def _check_loop(self, what: str) -> None:
         if _running_loop() is not self.loop:
             raise WrongEventLoop(
@@ -661,9 +523,9 @@ class Host(Generic[T]):
         self._value = None
         self._startup = _gone
         self._settle = self._release = self._close_now = self._busy_threads = None
+        self._waits.on_interrupt = _nothing
         self.on_body_overdue = None
         self.body_task = None
-        self._group = None
 
     @property
     def grace_left(self) -> float:
@@ -675,7 +537,7 @@ class Host(Generic[T]):
     @property
     def interrupted(self) -> bool:
         """Whether somebody who waits for the end was cancelled."""
-        return self._interrupts > 0
+        return self._waits.interrupts > 0
 
     @property
     def finished(self) -> bool:
@@ -697,6 +559,10 @@ async def _gone(host: Host[Any]) -> Any:
     raise StopRequested(f"starting {host.name}")
 
 
+def _nothing() -> None:
+    pass
+
+
 def _retrieve_interrupt(task: asyncio.Task[Any]) -> None:
     """KeyboardInterrupt has left the loop by itself: asyncio need not tell that nobody retrieved it from the task."""
     if task.cancelled():
@@ -704,11 +570,6 @@ def _retrieve_interrupt(task: asyncio.Task[Any]) -> None:
     error = task.exception()
     if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
         task.get_loop().call_exception_handler({"message": "asupervisor failed", "exception": error, "task": task})
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
