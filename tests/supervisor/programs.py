@@ -107,16 +107,16 @@ def slow_save(logdir: str, **options: Any) -> None:
 
         class Slow(tf1.train.Saver):
             def save(self, *args: Any, **kwargs: Any) -> Any:
-                print("saving", flush=True)
-                time.sleep(15)
+                if sv.should_stop():
+                    print("saving", flush=True)
+                    time.sleep(15)
                 return super().save(*args, **kwargs)
 
         saver = Slow()
 
+    sv = asupervisor.Supervisor(graph=made.graph, logdir=logdir, saver=saver, **options)
+
     async def main() -> None:
-        sv = asupervisor.Supervisor(
-            graph=made.graph, logdir=logdir, saver=saver, save_model_secs=None, save_model_steps=10**9, **options
-        )
         async with sv.managed_session() as sess:
             await sess.run(made.train)
             print("running", flush=True)
