@@ -254,13 +254,19 @@ class FunctionCall(Call):
         """See `Call.invoke`."""
         fn, args, self._fn, self._args = self._fn, self._args, None, ()
         if self._label is None:
-            self._label = getattr(fn, "__qualname__", None) or repr(fn)
+            self._label = label_of(fn)
         assert fn is not None
         return self._work_context.run(fn, *args)
 
     def describe(self) -> str:
         """See `Call.describe`."""
-        return self._label or getattr(self._fn, "__qualname__", None) or repr(self._fn)
+        return self._label or label_of(self._fn)
+
+
+def label_of(fn: Any) -> str:
+    """What a function is, for people."""
+    name = getattr(fn, "__qualname__", None)
+    return name if isinstance(name, str) else type(fn).__name__
 
 
 class Mailbox:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.events import EventSink, log_only
-from asupervisor.runtime.calls import Call, FunctionCall, Mailbox, Rendezvous, no_loop_here
+from asupervisor.runtime.calls import Call, FunctionCall, Mailbox, Rendezvous, label_of, no_loop_here
 from asupervisor.runtime.device_thread import Device
 from asupervisor.runtime.statistics import Percentiles
 
@@ -251,7 +251,7 @@ class DeviceExecutor:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            raise no_loop_here(f"{getattr(fn, '__qualname__', fn)!s}") from None
+            raise no_loop_here(label_of(fn)) from None
         self._check_open()
         return self.device.mailbox(loop)
 

@@ -290,7 +290,11 @@ class Device:
         source.started = monotonic()
         self.current = source
         self.turns += 1
-        more = source.turn()
+        try:
+            more = source.turn()
+        except BaseException as error:  # never the stream's own errors: the thread must outlive a fault of ours
+            more = False
+            source.abort(error)
         self.current = None
         if more:
             source.queued = True

@@ -133,7 +133,10 @@ class RunCall(Call):
 
 def describe_fetches(fetches: Any) -> str:
     """Names of the fetches, shortened."""
-    text = repr(_names(fetches))
+    try:
+        text = repr(_names(fetches))
+    except Exception:  # somebody's own repr: what we say about a run must not fail it
+        text = type(fetches).__name__
     return text if len(text) <= 120 else text[:117] + "..."
 
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.events import EventSink, log_only
-from asupervisor.runtime.calls import Mailbox, Rendezvous, no_loop_here
+from asupervisor.runtime.calls import Mailbox, Rendezvous, label_of, no_loop_here
 from asupervisor.runtime.device import DeviceExecutor, Priority, refuse_running_loop
 from asupervisor.runtime.device_thread import fail_all
 from asupervisor.runtime.statistics import Percentiles, window
@@ -277,17 +277,17 @@ class AsyncSession:
             *args: The others.
         """
         self._bind("call")
-        return await self.executor.call(self._entered, fn, args, label=_label(fn))
+        return await self.executor.call(self._entered, fn, args, label=label_of(fn))
 
     async def control(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Like `call`, before everything else that waits: for a snapshot or a save."""
         self._bind("control")
-        return await self.executor.call(self._entered, fn, args, priority=Priority.CONTROL, label=_label(fn))
+        return await self.executor.call(self._entered, fn, args, priority=Priority.CONTROL, label=label_of(fn))
 
     async def side(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(raw, *args)` on a side thread, beside the steps, with the graph entered."""
         self._bind("side")
-        return await self.executor.side(self._entered, fn, args, label=_label(fn))
+        return await self.executor.side(self._entered, fn, args, label=label_of(fn))
 
     def _entered(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         # The default graph is a matter of the thread: it is entered here, for this call only.
@@ -297,7 +297,7 @@ class AsyncSession:
     def _call_blocking(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self.closed:
             raise SessionClosed(self.name)
-        return self.executor.call_blocking(self._entered, fn, args, label=_label(fn))
+        return self.executor.call_blocking(self._entered, fn, args, label=label_of(fn))
 
     def sibling(self, wrap: Callable[[Any, Any], tuple[Plans, Any]]) -> AsyncSession:
         """The same TensorFlow session, counted and paused together with this one, whose runs are planned differently.
@@ -538,10 +538,6 @@ class AsyncSession:
 
     def _runs_soon(self) -> bool:
         return bool(self._device.interactive or self._streams)
-
-
-def _label(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", None) or repr(fn)
 
 
 async def _closed_already() -> None:

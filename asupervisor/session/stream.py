@@ -362,8 +362,8 @@ class StepStream(AsyncIterator[Any]):
     """The results of consecutive steps, in order, one for each step that ran; made by `AsyncSession.steps`.
 
     It starts when the first result is asked for. Breaking out of the loop and dropping the stream ends it at a step
-    boundary; so does `aclose`, which also waits for that, and `async with`. Afterwards `steps_run` says how many steps
-    were run: up to `ahead` more than results were taken.
+    boundary; so does `aclose`, which also waits for that, and leaving an ``async with`` block (after a cancellation
+    without waiting). Afterwards `steps_run` says how many steps were run: up to `ahead` more than results were taken.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -492,7 +492,12 @@ class StepStream(AsyncIterator[Any]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        if isinstance(exc, asyncio.CancelledError):
+            # Whoever cancels must not wait for a step, which may itself wait for input that never comes.
+            self._started = True
+            self._steps.close()
+        else:
+            await self.aclose()
 
     def __del__(self) -> None:
         steps = getattr(self, "_steps", None)

@@ -218,6 +218,16 @@ async def test_the_stream_lane_is_for_streams(executor: DeviceExecutor) -> None:
         executor.call(int, priority=Priority.STREAM)
 
 
+async def test_a_fault_in_a_stream_does_not_end_the_device_thread(executor: DeviceExecutor) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    source = Source(executor, 1, [], fail)
+    executor.device.kick(source)
+    assert await executor.call(int, "5") == 5
+    assert [type(error) for error in source.aborted] == [ZeroDivisionError]
+
+
 class Source:
     """A stream of steps as the device thread sees it."""
 
@@ -690,6 +700,57 @@ def test_many_calls_on_both_kinds_of_loop(loop_kind: str, debug: bool) -> None:
         assert await executor.aclose(WAIT)
 
     run_on(loop_kind, main())
+
+
+def test_two_loops_in_two_threads_share_an_executor() -> None:
+    executor = DeviceExecutor()
+    running: list[int] = []
+
+    def work(number: int) -> int:
+        running.append(number)
+        assert len(running) == 1
+        running.remove(number)
+        return number
+
+    async def use() -> None:
+        mailbox = executor.device.attach(asyncio.get_running_loop())
+        for _ in range(20):
+            assert await asyncio.gather(*(executor.call(work, n) for n in range(20))) == list(range(20))
+        executor.device.detach(mailbox)
+
+    threads = [threading.Thread(target=asyncio.run, args=(use(),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert executor.device.mailboxes == {}
+    assert executor.statistics().calls == 800
+
+    async def end() -> bool:
+        return await executor.aclose(WAIT)
+
+    assert asyncio.run(end())
+
+
+async def test_detached_in_another_thread_the_loop_lets_go_by_itself() -> None:
+    executor = DeviceExecutor()
+    mailbox = executor.device.attach(asyncio.get_running_loop())
+    await asyncio.to_thread(executor.device.detach, mailbox)
+    await settle()
+    assert executor.device.mailboxes == {}
+    assert await executor.aclose(WAIT)
+
+
+@pytest.mark.skipif(not hasattr(asyncio, "eager_task_factory"), reason="no eager tasks in this Python")
+def test_calls_in_eager_tasks() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined]
+        executor = DeviceExecutor()
+        assert await asyncio.gather(*(executor.call(int, n) for n in range(50))) == list(range(50))
+        assert await executor.aclose(WAIT)
+
+    asyncio.run(main())
 
 
 @pytest.fixture

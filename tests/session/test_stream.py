@@ -24,6 +24,13 @@ from asupervisor.session.stream import StepStream
 pytestmark = pytest.mark.modes
 WAIT = 20
 
+try:
+    import uvloop
+except ImportError:
+    pass
+else:
+    uvloop.run(asyncio.sleep(0))  # it opens one pipe for the whole process, which is no test's leak
+
 
 async def collect(stream: StepStream) -> list[Any]:
     return [result async for result in stream]
@@ -744,6 +751,17 @@ async def test_the_executor_is_closed_under_a_stream(make_session: Any, model: S
         sess.steps(model.count)
 
 
+async def test_cancelling_a_block_does_not_wait_for_its_step(sess: AsyncSession, model: SimpleNamespace) -> None:
+    """The step waits for input that never comes: only the close of the session will end it."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), sess.steps(model.consume) as stream:
+            await collect(stream)
+    assert stream.ended_by is None
+    await sess.run(model.enqueue, {model.number: 1})
+    await until(lambda: stream.ended_by == "closed")
+    assert stream.steps_run == 1
+
+
 async def test_another_loop_is_refused(sess: AsyncSession, model: SimpleNamespace) -> None:
     stream = sess.steps(model.count)
 
@@ -794,6 +812,43 @@ async def test_a_dropped_stream_is_freed_without_the_garbage_collector(
         await until(lambda: steps() is None)
     finally:
         gc.enable()
+
+
+def test_on_uvloop(model: SimpleNamespace) -> None:
+    pytest.importorskip("uvloop")
+    coordinator = Coordinator()
+
+    async def generate() -> AsyncIterator[Any]:
+        for number in range(100):
+            if number % 9 == 0:
+                await asyncio.sleep(0)
+            yield {model.x: np.array([1.0], np.float32)}
+
+    async def main() -> None:
+        executor = DeviceExecutor()
+        sess = AsyncSession(
+            tf.compat.v1.Session(graph=model.graph), executor, coordinator=coordinator, global_step=model.step
+        )
+        await sess.run(model.init)
+        for feeds in (generate(), [{model.x: [1.0]}] * 100, lambda: {model.x: [1.0]}):
+            stream = sess.steps(model.train, feeds, max_steps=100)
+            results = await asyncio.wait_for(collect(stream), WAIT)
+            assert len(results) == stream.steps_run == 100
+        assert await asyncio.gather(*(sess.run(model.count) for _ in range(50))) == list(range(301, 351))
+        waiting = asyncio.create_task(sess.run(model.consume))  # type: ignore[arg-type]
+        await until(lambda: executor.busy() is not None)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await sess.run(model.enqueue, {model.number: 1})
+        async for step in sess.steps(model.count):
+            if step == 400:
+                coordinator.request_stop()
+        assert await sess.run(model.step) >= 400
+        await sess.close()
+        assert await executor.aclose(WAIT)
+
+    uvloop.run(main())
 
 
 @pytest.mark.parametrize("feeds", ["none", "generator", "async_generator"])
