@@ -35,8 +35,8 @@ class EvaluationHook(AsyncSessionRunHook):
         init_op: Run before each evaluation, as an iterator's initialiser.
         max_batches: Most batches of one evaluation; None for no limit where there are `feeds`.
         combine: Makes one result of the list of those of all batches. By default each number's mean.
-        variables: Which variable of the training graph gives a variable of the side graph its value, where their names
-            differ. Others of the side graph's global variables are matched by name.
+        variables: Names of variables of the side graph, and the training's variables, or their names, that give them
+            their values. The others of the side graph's global variables have the names of their counterparts.
         on_result: Called with the step and the result, on the device thread.
         at_end: Whether the last state is evaluated as well, at a clean end.
         config: `ConfigProto` of the side session.
@@ -58,7 +58,7 @@ class EvaluationHook(AsyncSessionRunHook):
         init_op: Any = None,
         max_batches: int | None = None,
         combine: Callable[[list[Any]], Any] | None = None,
-        variables: Mapping[Any, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
         on_result: Callable[[int, Any], None] | None = None,
         at_end: bool = False,
         config: Any = None,
@@ -73,7 +73,7 @@ class EvaluationHook(AsyncSessionRunHook):
         self._init_op = init_op
         self._max_batches = max_batches
         self._combine = combine or mean_of
-        self._given = [(side, here) for side, here in (variables or {}).items()]
+        self._given = dict(variables or {})
         self._on_result = on_result
         self._at_end = at_end
         self._config = config
@@ -98,10 +98,10 @@ class EvaluationHook(AsyncSessionRunHook):
         self._watch = StepWatch(global_step_of(graph, self))
         self.results = []
         known = {variable.op.name: variable for variable in graph.get_collection(tf1.GraphKeys.GLOBAL_VARIABLES)}
-        given = {side.op.name: here for side, here in self._given}
         self._pairs, missing = [], []
         for side in self._graph.get_collection(tf1.GraphKeys.GLOBAL_VARIABLES):
-            here = given.get(side.op.name, known.get(side.op.name))
+            here = self._given.get(side.op.name, side.op.name)
+            here = known.get(here) if isinstance(here, str) else here
             if here is None:
                 missing.append(side.op.name)
             else:
