@@ -208,13 +208,33 @@ def parse_name(name: str, basename: str) -> tuple[int | None, Kind] | None:
     return None
 
 
-def scan(directory: Path, basename: str, latest_filename: str = "checkpoint") -> Catalogue:
+class Manifests:
+    """Manifests that were read before: a directory that keeps all checkpoints may hold thousands."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[tuple[int, int, int], mf.Manifest | None]] = {}
+
+    def read(self, files: Mapping[Path, os.stat_result]) -> dict[str, mf.Manifest | None]:
+        """The manifests in these files, by file name; only what is not the same file any more is read again."""
+        before, self._read = self._read, {}
+        for path, stat in files.items():
+            # A manifest is replaced by a rename: another inode, even within one tick of the file system's clock.
+            mark = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            known = before.get(path)
+            self._read[path] = known if known is not None and known[0] == mark else (mark, mf.read_manifest(path))
+        return {path.name: manifest for path, (_, manifest) in self._read.items()}
+
+
+def scan(
+    directory: Path, basename: str, latest_filename: str = "checkpoint", manifests: Manifests | None = None
+) -> Catalogue:
     """Read what is in a directory; an absent one is an empty one.
 
     Args:
         directory: Where to look; nothing outside of it is read.
         basename: First part of the names of this run's checkpoints.
         latest_filename: Name of the state file.
+        manifests: Those that were read before.
 
     Raises:
         OSError: The directory cannot be read.
@@ -222,6 +242,7 @@ def scan(directory: Path, basename: str, latest_filename: str = "checkpoint") ->
     state = mf.read_state_file(directory / latest_filename)
     sizes: dict[str, int] = {}
     mtimes: dict[str, float] = {}
+    notes: dict[Path, os.stat_result] = {}
     try:
         with os.scandir(directory) as items:
             for item in items:
@@ -229,12 +250,13 @@ def scan(directory: Path, basename: str, latest_filename: str = "checkpoint") ->
                     if item.is_file():
                         stat = item.stat()
                         sizes[item.name], mtimes[item.name] = stat.st_size, stat.st_mtime
+                        if item.name.endswith(mf.SUFFIX):
+                            notes[directory / item.name] = stat
                 except FileNotFoundError:  # removed by somebody while we look
                     continue
     except FileNotFoundError:
         return Catalogue(directory, state, (), ())
-    except NotADirectoryError:
-        raise
+    read = (manifests or Manifests()).read(notes)
     groups: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
         match = _PART.match(_TEMPSTATE.sub("", name))
@@ -253,7 +275,7 @@ def scan(directory: Path, basename: str, latest_filename: str = "checkpoint") ->
             if listed is None:
                 continue
             parsed = _step_of_any_name(name), Kind.REGULAR
-        manifest = mf.read_manifest(directory / f"{name}{mf.SUFFIX}")
+        manifest = read.get(f"{name}{mf.SUFFIX}")
         if manifest is not None:  # files of a saver's own format, too
             files.update({file: sizes[file] for file in manifest.files if file in sizes})
         if manifest is not None and (manifest.name != name or _is_stale(name, mtimes)):

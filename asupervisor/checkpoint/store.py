@@ -7,12 +7,10 @@ thread. The way of a save: `snapshot.py` takes the state, `writer.py` publishes 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,7 +20,6 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.checkpoint import files as fs
-from asupervisor.checkpoint import restore as rs
 from asupervisor.checkpoint import retention as rt
 from asupervisor.checkpoint import snapshot as sn
 from asupervisor.checkpoint.keeper import SnapshotKeeper
@@ -36,6 +33,8 @@ from asupervisor.checkpoint.records import (
     SnapshotInfo,
 )
 from asupervisor.checkpoint.restorer import StoreRestorer
+from asupervisor.checkpoint.taken import Snapshot as Snapshot
+from asupervisor.checkpoint.taken import as_os_error, nonfinite_in_files, rename_all, written_by_saver
 from asupervisor.checkpoint.verify import damage_of
 from asupervisor.checkpoint.writer import Writer
 from asupervisor.clock import Clock, SystemClock
@@ -43,30 +42,6 @@ from asupervisor.errors import CheckpointDamaged, CheckpointNotRestored
 from asupervisor.events import EventSink, log_only
 
 _SLACK_BYTES = 1 << 20  # index, graph and manifest
-
-
-@dataclass(slots=True)
-class Snapshot:
-    """What `CheckpointStore.snapshot` took and `CheckpointStore.publish` consumes.
-
-    Attributes:
-        info: What is known about it.
-        held: The tensors inside TensorFlow's session, or None where the saver wrote files itself.
-        temporary: Where it wrote them, or None.
-        written: The name under which it did.
-    """
-
-    info: SnapshotInfo
-    held: sn.Held | None = None
-    temporary: Path | None = None
-    written: str | None = None
-    cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def discard(self) -> None:
-        """Give memory and temporary files back; any thread, idempotent."""
-        if self.held is not None:
-            self.held.release()
-        self.cleanup.close()
 
 
 class CheckpointStore:
@@ -308,22 +283,13 @@ class CheckpointStore:
         self._warn_of_fallback()
         self._prepare_directory()
         temporary = snapshot.cleanup.enter_context(self.writer.temporary())
-        # A saver deletes by a list of its own. With an empty one it cannot delete what is good before the new one is
-        # published.
-        if hasattr(self.saver, "set_last_checkpoints_with_time"):
-            self.saver.set_last_checkpoints_with_time([])
-        with raw.graph.as_default():
-            returned = self.saver.save(raw, str(temporary / self.basename), global_step=snapshot.info.step)
-        (temporary / "checkpoint").unlink(missing_ok=True)
+        step = snapshot.info.step
+        written = written_by_saver(self.saver, raw, temporary, self.basename, step)
         if not self.write_meta_graph:
             for meta in temporary.glob("*.meta"):
                 meta.unlink()
         snapshot.temporary = temporary
-        snapshot.written = (
-            Path(os.fsdecode(returned)).name
-            if isinstance(returned, str | bytes)
-            else self._own_name(snapshot.info.step)
-        )
+        snapshot.written = written or self._own_name(step)
 
     def _warn_of_fallback(self) -> None:
         if self._warned_fallback:
@@ -372,7 +338,7 @@ class CheckpointStore:
             if not any(temporary.iterdir()):
                 # A saver object of the user's own that keeps its files elsewhere: they are its business.
                 return CheckpointInfo(str(name), step, 0, snapshot.info.stall_secs, perf_counter() - begun)
-            _rename_all(temporary, name, target)
+            rename_all(temporary, name, target)
             manifest = self.writer.commit(temporary, target, step, kind, nonfinite)
         self._claimed = True
         self.writer.apply_retention()
@@ -398,7 +364,9 @@ class CheckpointStore:
         """A temporary directory with the files of a checkpoint, their present name, and what is not finite."""
         if snapshot.held is None:
             assert snapshot.temporary is not None and snapshot.written is not None
-            yield snapshot.temporary, snapshot.written, self._nonfinite_in_files(snapshot)
+            written = snapshot.temporary / snapshot.written
+            nonfinite = [] if self.nonfinite == "allow" else nonfinite_in_files(written, self.graph)
+            yield snapshot.temporary, snapshot.written, nonfinite
             return
         held = snapshot.held
         fs.check_space(self.directory, snapshot.info.bytes + _SLACK_BYTES)
@@ -412,16 +380,6 @@ class CheckpointStore:
             if self.write_meta_graph:
                 (temporary / f"{name}.meta").write_bytes(self._meta_graph())
             yield temporary, name, nonfinite
-
-    def _nonfinite_in_files(self, snapshot: Snapshot) -> list[str]:
-        assert snapshot.temporary is not None and snapshot.written is not None
-        if self.nonfinite == "allow":
-            return []
-        names = [variable.op.name for variable in self.graph.get_collection(tf.compat.v1.GraphKeys.TRAINABLE_VARIABLES)]
-        try:
-            return rs.nonfinite_in(str(snapshot.temporary / snapshot.written), names)
-        except CheckpointDamaged:  # a saver with a format of its own
-            return []
 
     def _own_name(self, step: int | None) -> str:
         if step is None:
@@ -483,24 +441,3 @@ class CheckpointStore:
         """This run goes on from what the directory holds; `restored` tells what was restored, if anything."""
         self.restored = restored
         self._claimed = True
-
-
-def as_os_error(error: tf.errors.OpError) -> Exception:
-    """The operating system's error behind one of TensorFlow's file errors, where there is one; else the same object."""
-    codes = {
-        tf.errors.ResourceExhaustedError: errno.ENOSPC,
-        tf.errors.PermissionDeniedError: errno.EACCES,
-        tf.errors.NotFoundError: errno.ENOENT,
-    }
-    code = codes.get(type(error))
-    return (
-        error if code is None else OSError(code, f"{os.strerror(code)} ({' '.join(str(error.message).split())[:200]})")
-    )
-
-
-def _rename_all(directory: Path, name: str, target: str) -> None:
-    if name == target:
-        return
-    for path in sorted(directory.iterdir()):
-        if path.name == name or path.name.startswith(f"{name}."):
-            path.rename(directory / f"{target}{path.name[len(name) :]}")

@@ -81,12 +81,13 @@ class Writer:
         self._emit = emit
         self._faults = faults
         self._counter = itertools.count()
+        self._manifests = cat.Manifests()
         self._interrupted = False
         self._temporary_stem = f".{basename}.saving-"
 
     def scan(self) -> cat.Catalogue:
         """What is in the directory now."""
-        return cat.scan(self.directory, self.basename, self.latest_filename)
+        return cat.scan(self.directory, self.basename, self.latest_filename, self._manifests)
 
     # -------------------------------------------------------------------------------------- publish
 
