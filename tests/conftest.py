@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import tempfile
+import zlib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,56 @@ def pytest_configure(config: pytest.Config) -> None:
     # with a stall: what a test itself does on the loop, building a graph for instance, is the test's business.
     blame = blame_package(str(Path(asupervisor.__file__).parent))
     guards.install(config, guards.KINDS, blame=blame)
+
+
+#: One test in so many of those marked `modes` runs with v2 behaviour off by default, the same ones each time; all of
+#: them with `-m full`.
+SHARE = int(os.environ.get("ASUPERVISOR_TEST_SHARE", "1"))
+OTHER_MODE = pytest.StashKey[tuple[subprocess.Popen[bytes], Any]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if SHARE > 1:
+        kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % SHARE == 0]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin the run in the other mode, beside this one: a machine with two cores has room for both."""
+    wanted = {item.name: item for item in session.items if item.path.name == "test_modes.py"}
+    whole = "test_with_v2_behaviour_off_whole" in wanted
+    if not whole and "test_with_v2_behaviour_off" not in wanted:
+        return
+    if session.config.getoption("collectonly"):
+        return
+    environ = dict(os.environ) | {"ASUPERVISOR_TEST_TF_MODE": "v1", "ASUPERVISOR_TEST_SHARE": "1" if whole else "3"}
+    output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the run)
+    command = [sys.executable, "-m", "pytest", "-m", "modes and not full", "-p", "no:cacheprovider", "-q", "tests"]
+    process = subprocess.Popen(
+        command,
+        cwd=session.config.rootpath,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+    )
+    session.config.stash[OTHER_MODE] = (process, output)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if OTHER_MODE in config.stash:
+        process, output = config.stash[OTHER_MODE]
+        if process.poll() is None:  # this run ended early
+            process.terminate()
+            process.wait()
+        output.close()
+
+
+@pytest.fixture
+def other_mode(pytestconfig: pytest.Config) -> tuple[subprocess.Popen[bytes], Any]:
+    """The run in the other mode, under way, and the file that its output goes to."""
+    return pytestconfig.stash[OTHER_MODE]
 
 
 @pytest.fixture(autouse=True)
