@@ -52,7 +52,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(number: int, child: Any, tm
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_insisting_skips_the_final_save(number: int, child: Any, tmp_path: Path) -> None:
-    """The save would take 15 s. A second SIGTERM ends the process; a second Ctrl-C is passed on, a third one insists."""
+    """The save would take 15 s. A second SIGTERM ends the process; a second Ctrl-C is passed on, a third one does."""
     process = child("slow_save", logdir=str(tmp_path), handle_signals=True)
     process.wait_for("running")
     process.signal(number)
@@ -89,12 +89,11 @@ async def test_one_set_of_handlers_for_all_sessions(counter: Callable[..., Any])
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
         sv, other = (Supervisor(graph=counter().graph, handle_signals=True) for _ in range(2))
-        async with sv.managed_session():
-            async with other.managed_session():
-                signal.raise_signal(signal.SIGTERM)
-                await sv.wait_for_stop()
-                assert sv.should_stop()
-                assert other.should_stop()
+        async with sv.managed_session(), other.managed_session():
+            signal.raise_signal(signal.SIGTERM)
+            await sv.wait_for_stop()
+            assert sv.should_stop()
+            assert other.should_stop()
         assert seen == [signal.SIGTERM]
     finally:
         await asyncio.sleep(0)
