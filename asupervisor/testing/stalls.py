@@ -4,9 +4,10 @@ A *lane* is a thread that runs an event loop. While one callback runs, a watchdo
 milliseconds and divides what passed since its last look:
 
 * processor time that the loop's thread used in the meantime was used by the program;
-* of the rest, time in which the thread was ready but no processor was free (the kernel counts it, on Linux),
-  and time by which the watchdog itself came late (it suffers from the same crowd, and from other threads that
-  hold the interpreter), belong to the machine;
+* of the rest, time in which the thread was ready but no processor was free (the kernel counts it, on Linux), in
+  which another thread of the process was (it may hold the lock that the loop's thread waits for), and time by which
+  the watchdog itself came late (it suffers from the same crowd, and from other threads that hold the interpreter),
+  belong to the machine;
 * what then remains, the thread spent waiting inside a call: a file, a lock, a TensorFlow run.
 
 The stack at that moment decides who is charged. Only callbacks of asyncio's own loops are seen; uvloop has its
@@ -58,7 +59,7 @@ class _Lane:
     def __init__(self) -> None:
         self.thread = threading.current_thread()
         self.ident = threading.get_ident()
-        self.schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self.native_id = threading.get_native_id()
         self.began: float | None = None
         self.seen: float | None = None  # `began` of the callback that the watchdog looks at
         self.charged = 0.0
@@ -66,7 +67,7 @@ class _Lane:
         self.stack: traceback.StackSummary | None = None
         self.looked = 0.0
         self.cpu = 0.0
-        self.queued = 0.0
+        self.queued: dict[int, float] = {}
         try:
             self.cpu_clock: int | None = time.pthread_getcpuclockid(self.ident)
         except (AttributeError, OSError):  # not on this platform
@@ -80,12 +81,22 @@ class _Lane:
         except OSError:  # the thread has ended
             return self.cpu
 
-    def queued_secs(self) -> float:
-        """Seconds that the thread was ready to run while no processor was free."""
-        try:
-            return int(self.schedstat.read_text().split()[1]) / 1e9
-        except (OSError, IndexError, ValueError):  # not Linux, or the thread has ended
-            return self.queued
+
+def _queued_secs(native_id: int) -> float | None:
+    """Seconds that a thread of this process was ready to run while no processor was free; None if unknown."""
+    try:
+        return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):  # not Linux, or the thread has ended
+        return None
+
+
+def _all_queued_secs() -> dict[int, float]:
+    try:
+        ids = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    except OSError:  # not Linux
+        return {}
+    queued = {native_id: _queued_secs(native_id) for native_id in ids}
+    return {native_id: secs for native_id, secs in queued.items() if secs is not None}
 
 
 class StallWatch:
@@ -183,24 +194,29 @@ class StallWatch:
         if began is None:
             return
         frame = sys._current_frames().get(lane.ident)
-        cpu, queued = lane.cpu_secs(), lane.queued_secs()
         if began != lane.seen:
-            # All of its time so far lies after the last look. What the thread used or queued before it began is
-            # not known: nothing is charged as used, and everything is taken off as queued.
+            # All of its time so far lies after the last look.
             lane.seen, lane.charged, lane.worst, lane.stack = began, 0.0, 0.0, None
-            elapsed, used = now - began, 0.0
-        else:
-            elapsed = now - lane.looked
-            used = min(cpu - lane.cpu, elapsed)
-        waited = elapsed - (queued - lane.queued) - late
-        lane.cpu, lane.queued, lane.looked = cpu, queued, now
+            lane.looked, lane.cpu, lane.queued = now, lane.cpu_secs(), {}
+            return
+        elapsed = now - lane.looked
+        cpu, lane.cpu, lane.looked = lane.cpu, lane.cpu_secs(), now
+        if frame is None or not self._blame(frame):
+            lane.queued = {}
+            return
+        queued, lane.queued = lane.queued, _all_queued_secs()
+        waits = {key: secs - queued[key] for key, secs in lane.queued.items() if key in queued}
+        own_wait = waits.pop(lane.native_id, 0.0)
+        used = min(lane.cpu - cpu, elapsed)
+        waited = elapsed - own_wait - max(late, *waits.values(), 0.0)
+        if lane.queued and not queued:  # nothing to compare with: the next look will have it
+            waited = 0.0
         charge = max(used, waited, 0.0)
-        if frame is not None and charge and self._blame(frame):
-            lane.charged += charge
-            if charge >= lane.worst:
-                lane.worst = charge
-                # The lines are read from the sources only where they are printed.
-                lane.stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+        lane.charged += charge
+        if charge and charge >= lane.worst:
+            lane.worst = charge
+            # The lines are read from the sources only where they are printed.
+            lane.stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
 
     def _conclude(self, lane: _Lane, now: float) -> None:
         """The callback that was looked at is over."""
