@@ -329,9 +329,15 @@ class Coordinator:
         """Tie the coordinator to the running loop; the waits do so by themselves.
 
         Raises:
-            WrongEventLoop: It is tied to another loop that is still open and somebody waits there.
+            WrongEventLoop: It is tied to another loop that is still open and somebody waits there; or no asyncio loop
+                runs here.
         """
-        loop = asyncio.get_running_loop()
+        loop = _running_loop()
+        if loop is None:
+            raise WrongEventLoop(
+                "a Coordinator was awaited where no asyncio event loop runs",
+                "asyncio only: trio and curio are not supported.",
+            )
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed() and (self._waiters or self._callbacks):
                 raise WrongEventLoop(

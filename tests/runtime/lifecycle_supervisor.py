@@ -1,7 +1,7 @@
 """The lifecycle matrix on the real thing: `Supervisor.managed_session()` with TensorFlow sessions.
 
-A program like `lifecycle_matrix.py`, with the same events and hosts and some that need a session. TensorFlow is imported
-once and the graph is built once, before the forks: a process that has not yet opened a session may be forked.
+A program like `lifecycle_matrix.py`, with the same events and hosts and some that need a session. TensorFlow is
+imported once and the graph is built once, before the forks: a process that has not yet opened a session may be forked.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class SupervisorSubject:
                 subject.ctl.refs.append(weakref.ref(session))
                 return session
 
-            async def __aexit__(self, *info: Any) -> Any:
+            async def __aexit__(self, *info: object) -> Any:
                 return await inner.__aexit__(*info)
 
         return Remembering()
@@ -154,6 +154,12 @@ class SupervisorSubject:
         STUCK.set()
         self.session = None
         shutil.rmtree(self.logdir, ignore_errors=True)
+
+    def excused(self, problems: list[str]) -> list[str]:
+        if not self.ctl.host.agen:
+            return problems
+        # Abandoned to a loop that is being torn down: it is the collector that closes the journal's file.
+        return [text for text in problems if "journal.jsonl" not in text]
 
 
 # ------------------------------------------------------------------------------------ events that need a real session
@@ -214,19 +220,59 @@ saved = ("the last step was not saved", lambda c: c.notes.append(f"{c.subject.sa
 
 event("trains", trains, "ok", blocks=("supervisor",), check=expecting(saved))
 event("trains_then_error", trains_and_fails, "KeyError", split="ok", blocks=("supervisor",), check=expecting(saved))
-event("trains_until_stop", trains_until_stop, "ok", blocks=("supervisor",),
-      use=lambda c: c.in_thread(c.subject.request_stop))
-event("closed_in_body", closes, "ok", services=[P], blocks=("supervisor",),
-      check=expecting(("it was usable after the close", lambda c: "closed" in c.notes)))
-event("closed_by_service", polite, "ok", services=[P, ("closes", closes_from_service)], blocks=("supervisor",),
-      check=expecting(("not closed", lambda c: "closed by a service" in c.notes)))
-event("waits_for_queue", waits_for_queue, "ok", services=[P], grace_secs=GRACE_SECS, blocks=("supervisor",),
-      attached=True, freed=False)
-event("service_waits_for_queue", matrix.quick, "ok", services=[("waits", service_waits_for_queue)],
-      grace_secs=GRACE_SECS, blocks=("supervisor",), freed=False)
-event("run_stuck_in_python", stops_with_stuck_run, "StopGraceExceeded", services=[("runs", stuck_run)],
-      grace_secs=GRACE_SECS, blocks=("supervisor",), freed=False, stragglers=frozenset({"runs"}),
-      check=expecting(("its stack is not shown", lambda c: "run" in str(c.block_error)), told("stop.left_running")))
+event(
+    "trains_until_stop",
+    trains_until_stop,
+    "ok",
+    blocks=("supervisor",),
+    use=lambda c: c.in_thread(c.subject.request_stop),
+)
+event(
+    "closed_in_body",
+    closes,
+    "ok",
+    services=[P],
+    blocks=("supervisor",),
+    check=expecting(("it was usable after the close", lambda c: "closed" in c.notes)),
+)
+event(
+    "closed_by_service",
+    polite,
+    "ok",
+    services=[P, ("closes", closes_from_service)],
+    blocks=("supervisor",),
+    check=expecting(("not closed", lambda c: "closed by a service" in c.notes)),
+)
+event(
+    "waits_for_queue",
+    waits_for_queue,
+    "ok",
+    services=[P],
+    grace_secs=GRACE_SECS,
+    blocks=("supervisor",),
+    attached=True,
+    freed=False,
+)
+event(
+    "service_waits_for_queue",
+    matrix.quick,
+    "ok",
+    services=[("waits", service_waits_for_queue)],
+    grace_secs=GRACE_SECS,
+    blocks=("supervisor",),
+    freed=False,
+)
+event(
+    "run_stuck_in_python",
+    stops_with_stuck_run,
+    "StopGraceExceeded",
+    services=[("runs", stuck_run)],
+    grace_secs=GRACE_SECS,
+    blocks=("supervisor",),
+    freed=False,
+    stragglers=frozenset({"runs"}),
+    check=expecting(("its stack is not shown", lambda c: "run" in str(c.block_error)), told("stop.left_running")),
+)
 
 
 def main() -> int:

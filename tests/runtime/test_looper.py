@@ -92,9 +92,7 @@ def test_coord_must_be_a_coordinator(foreign: object) -> None:
 # -------------------------------------------------------------------------------------------------------- boundaries
 
 
-async def test_first_call_at_once_then_fixed_boundaries(
-    coord: Coordinator, clock: ManualClock, ticker: Ticker
-) -> None:
+async def test_first_call_at_once_then_fixed_boundaries(coord: Coordinator, clock: ManualClock, ticker: Ticker) -> None:
     looper = LooperTask(coord, 10, ticker, clock=clock).start()
     await clock.sleepers(1)
     assert ticker.times == [0]
