@@ -4,6 +4,10 @@
 
     HookedPlan.execute ── before_run of each hook ── the merged RunPlan, with riders and alarms ── after_run of each
 
+TensorFlow's own hooks fetch the global step along, and expect the step before the run. Nothing in the graph says which
+one they get: it is a matter of how the ops are scheduled. So merged runs are scheduled as `Session.run` does it, never in
+the calling thread.
+
 All of it is one piece of work on the device thread. Where the caller's fetches do nothing but fill or close a queue,
 the merged run happens on the side thread that calls, and only the hooks on the device thread: the step that occupies it
 may be waiting for exactly that element.
@@ -19,10 +23,11 @@ import tensorflow as tf
 
 from asupervisor.hooks.chain import HookChain
 from asupervisor.hooks.merging import Merged, frozen_structure
+from asupervisor.session.plan import PlanCache
 
 if TYPE_CHECKING:
     from asupervisor.runtime.device import DeviceExecutor
-    from asupervisor.session.plan import PlanCache, RunPlan
+    from asupervisor.session.plan import RunPlan
     from asupervisor.session.rider import Rider, TrainingRuns
 
 _MOST_PLANS = 256
@@ -35,7 +40,8 @@ class HookedPlans:
 
     Args:
         chain: The hooks; none of them needs the event loop for a run.
-        plans: The plans of the runs themselves.
+        plans: The plans of the callers' own fetches.
+        global_step: See `PlanCache`.
         runs: The training runs of the session, with their riders.
         raw: TensorFlow's session.
         executor: Whose device thread the hooks belong to.
@@ -45,12 +51,14 @@ class HookedPlans:
         self,
         chain: HookChain,
         plans: PlanCache,
+        global_step: Any,
         runs: TrainingRuns,
         raw: tf.compat.v1.Session,
         executor: DeviceExecutor,
     ) -> None:
         self.chain = chain
         self.plans = plans
+        self.merged = PlanCache(raw, global_step=global_step, inline=False)
         self.runs = runs
         self.raw = raw
         self.executor = executor
@@ -79,7 +87,7 @@ class HookedPlans:
     def drop(self) -> None:
         """See `PlanCache.drop`."""
         self._hooked.clear()
-        self.plans.drop()
+        self.merged.drop()
 
 
 class HookedPlan:
@@ -175,7 +183,7 @@ class HookedPlan:
         return context, merged
 
     def _plan(self, merged: Merged) -> RunPlan:
-        plans = self._of.plans
+        plans = self._of.merged
         if merged.options is not None or merged.run_metadata is not None:
             return plans.plan(merged.fetches, merged.feed_dict, merged.options, merged.run_metadata)
         key = self._key(merged)

@@ -185,8 +185,9 @@ class Incarnation:
             await self.on_device(self._look_whether_done)
 
     def _with_hooks(self, plans: Any, runs: Any) -> tuple[Any, Any]:
-        session = self.plain
-        return HookedPlans(self._of.chain, plans, runs, session.raw, session.executor), HookedRuns(runs)
+        session, chain = self.plain, self._of.chain
+        hooked = HookedPlans(chain, plans, self._global_step, runs, session.raw, session.executor)
+        return hooked, HookedRuns(runs)
 
     def _look_whether_done(self) -> None:
         try:
