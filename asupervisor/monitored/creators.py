@@ -147,6 +147,7 @@ class _ScaffoldedCreator(SessionCreator):
                 scaffold.saver,
                 scaffold.summary_op,
                 tf1.train.get_global_step(self.graph),
+                tuple(self.graph.get_collection(tf1.GraphKeys.QUEUE_RUNNERS)),
             )
             manager = SessionManager(
                 local_init_op=scaffold.local_init_op,

@@ -26,12 +26,12 @@ from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock
 from asupervisor.errors import SessionClosed, WrongEventLoop
-from asupervisor.events import Status
+from asupervisor.events import Level, Status
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.runtime.service import Service
 from asupervisor.services.checkpointing import CheckpointService
-from asupervisor.services.feeders import make_feeders
+from asupervisor.services.feeders import make_feeders, report_starved
 from asupervisor.services.step_counter import StepCounter
 from asupervisor.services.summaries import SummaryService
 from asupervisor.services.surroundings import Surroundings
@@ -164,7 +164,7 @@ class SupervisedRun:
         manager = self._manager.bound(
             executor=self._executor,
             clock=settings.clock,
-            emit=self._emit,
+            emit=self._emit_of_session,
             restore=None if self._store is None else self._store.restorer,
             coordinator=self._coordinator,
             global_step=elements.global_step,
@@ -282,10 +282,17 @@ class SupervisedRun:
             services.append(host.spawn(self._checkpoints.name, self._checkpoints.run))
         return services
 
+    def _emit_of_session(self, kind: str, message: str, *, level: Level = "info", **data: Any) -> None:
+        self._emit(kind, message, level=level, **data)
+        if kind == "step.starved" and self._session is not None:
+            report_starved(self._session, data.get("sources", ()), self._emit)
+
     def start_queue_runners(
         self, host: Host[AsyncSession], session: AsyncSession, queue_runners: Iterable[Any] | None
     ) -> list[Service]:
         """See `Supervisor.start_queue_runners`."""
+        if queue_runners is None:
+            queue_runners = self._settings.elements.queue_runners
         feeders = make_feeders(session, queue_runners, coordinator=self._coordinator, emit=self._emit)
         return [host.spawn(feeder.name, feeder.run) for feeder in feeders]
 

@@ -32,6 +32,8 @@ class GraphElements:
         saver: The saver.
         summary_op: Scalar string tensor, a serialised summary.
         global_step: Integer tensor with one element, or the variable.
+        queue_runners: What the graph has collected of `tf.compat.v1.train.QueueRunner`s. Noted here, since to ask the
+            graph later means to wait where another thread exports it.
     """
 
     graph: tf.Graph
@@ -42,6 +44,7 @@ class GraphElements:
     saver: Any
     summary_op: Any
     global_step: Any
+    queue_runners: tuple[Any, ...] = ()
 
 
 def resolve_graph(graph: tf.Graph | None) -> tf.Graph:
@@ -121,7 +124,15 @@ def find_or_add_elements(
             if global_step is not None and not graph.finalized:
                 graph.add_to_collection(keys.GLOBAL_STEP, global_step)
     return GraphElements(
-        graph, ready_op, ready_for_local_init_op, init_op, local_init_op, saver, summary_op, global_step
+        graph,
+        ready_op,
+        ready_for_local_init_op,
+        init_op,
+        local_init_op,
+        saver,
+        summary_op,
+        global_step,
+        tuple(graph.get_collection(keys.QUEUE_RUNNERS)),
     )
 
 
