@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from asupervisor.errors import WrongEventLoop
 from asupervisor.events import EventSink
-from asupervisor.runtime.wakeup import LoopBell
+from asupervisor.runtime.mailbox import Mailbox, Rendezvous
 
 HELD: Final = object()
 """What `Call.invoke` returns when the call was put aside: it has no result yet, and its time will come."""
@@ -269,101 +269,19 @@ def label_of(fn: Any) -> str:
     return name if isinstance(name, str) else type(fn).__name__
 
 
-class Mailbox:
-    """Results on their way to one loop: many are delivered with one wake-up.
-
-    Args:
-        loop: The loop.
-        attached: Whether the loop watches an own descriptor for this mailbox, which makes a wake-up cheap; then
-            `close` must be called. Otherwise it costs nothing to have, and more to use.
-    """
-
-    __slots__ = ("_bell", "box", "lags", "loop", "rung", "rung_at", "users")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, lags: deque[float], *, attached: bool = False) -> None:
-        self.loop = loop
-        self.box: deque[Any] = deque()
-        self.rung = False
-        self.rung_at = 0.0
-        self.lags = lags
-        self.users = 0
-        self._bell = LoopBell(loop, self._drain, attached=attached)
-
-    def post(self, item: Any) -> None:
-        """Put in a finished call, or anything else with `deliver` and `drop`, without waking the loop; any thread."""
-        self.box.append(item)
-
-    def ring(self) -> None:
-        """See to it that what was posted is delivered; any thread.
-
-        `_drain` takes the flag down before it counts what there is, so an item that was posted before a ring that
-        found the flag up is always counted.
-        """
-        if self.rung:
-            return
-        self.rung = True
-        self.rung_at = monotonic()
-        if not self._bell.ring():
-            self.rung = False
-            self._drop_all()
-
-    def _drain(self) -> None:
-        lag = monotonic() - self.rung_at
-        self.rung = False
-        box = self.box
-        count = len(box)  # what comes while we deliver rings again: the loop's other work has its turn before
-        if count:
-            self.lags.append(lag)
-        try:
-            while count:
-                count -= 1
-                box.popleft().deliver()
-        finally:
-            if count:  # a task raised KeyboardInterrupt or SystemExit through us; the others must not wait for ever
-                self.ring()
-
-    def _drop_all(self) -> None:
-        while self.box:
-            self.box.popleft().drop()
-
-    def close(self) -> None:
-        """Stop watching the descriptor; on the loop. What is still posted is delivered all the same."""
-        self._bell.close()
-        if self.box and not self.loop.is_closed():
-            self.rung = False
-            self.ring()
-
-
-class Rendezvous:
-    """Where a blocked thread waits for one call."""
-
-    __slots__ = ("_gate", "loop")
-
-    def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self._gate = threading.Lock()
-        self._gate.acquire()
-
-    def post(self, item: Any) -> None:
-        """Release the waiting thread; any thread."""
-        self._gate.release()
-
-    def ring(self) -> None:
-        """Nothing to do: `post` has done it."""
-
-    def wait(self, call: Call) -> Any:
-        """The outcome of `call`; an interrupt withdraws it if it has not started."""
-        try:
-            self._gate.acquire()
-        except BaseException:
-            call.withdraw()
-            raise
-        return call.result()
-
-
 def no_loop_here(what: str) -> WrongEventLoop:
     """The error for a call that needs a running loop and has none."""
     return WrongEventLoop(
         f"{what} was called in thread {threading.current_thread().name!r}, where no event loop is running",
         "Await it on the event loop, or use the blocking form in other threads: sess.blocking.run(...).",
     )
+
+
+def wait_blocking(call: Call, rendezvous: Rendezvous) -> Any:
+    """Block this thread until the call is done, and return its outcome; an interrupt withdraws it if it can."""
+    try:
+        rendezvous.wait()
+    except BaseException:
+        call.withdraw()
+        raise
+    return call.result()

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.events import EventSink, log_only
-from asupervisor.runtime.calls import Call, FunctionCall, Mailbox, Rendezvous, label_of, no_loop_here
+from asupervisor.runtime.calls import Call, FunctionCall, label_of, no_loop_here, wait_blocking
 from asupervisor.runtime.device_thread import Device
+from asupervisor.runtime.mailbox import Mailbox, Rendezvous, forget_closed_loops, mailbox_of
 from asupervisor.runtime.statistics import Percentiles
 
 T = TypeVar("T")
@@ -67,7 +68,6 @@ class DeviceStatistics:
         side_threads: Labels of what runs on side threads.
         call_time: How long a call took on the thread.
         queue_wait: How long a call waited for the thread.
-        loop_lag: From a finished result to its delivery on the event loop.
         busy: What runs now, or None.
     """
 
@@ -79,7 +79,6 @@ class DeviceStatistics:
     side_threads: tuple[str, ...]
     call_time: Percentiles
     queue_wait: Percentiles
-    loop_lag: Percentiles
     busy: Busy | None
 
 
@@ -188,7 +187,7 @@ class DeviceExecutor:
         rendezvous = Rendezvous()
         call = FunctionCall(rendezvous, self.device.emit, fn, args, label)
         self.device.submit(call, self._lane(priority))
-        result: T = rendezvous.wait(call)
+        result: T = wait_blocking(call, rendezvous)
         return result
 
     def on_device_thread(self) -> bool:
@@ -214,7 +213,6 @@ class DeviceExecutor:
             side_threads=device.side.busy(),
             call_time=Percentiles.of(device.call_times),
             queue_wait=Percentiles.of(device.waits),
-            loop_lag=Percentiles.of(device.lags),
             busy=self.busy(),
         )
 
@@ -234,16 +232,12 @@ class DeviceExecutor:
         """
         device = self.device
         device.shutdown()
+        forget_closed_loops()
         deadline = monotonic() + timeout_secs
         ended = await device.ending.wait(timeout_secs)
         if ended and device.thread is not None:
             device.thread.join()  # microseconds: its last statement was to say that it ends
-        ended = await device.side.aclose(max(0.0, deadline - monotonic())) and ended
-        running = asyncio.get_running_loop()
-        for loop in list(device.mailboxes):
-            if loop is running or loop.is_closed():
-                device.mailboxes.pop(loop).close()
-        return ended
+        return await device.side.aclose(max(0.0, deadline - monotonic())) and ended
 
     # -------------------------------------------------------------------------------------------------- helpers
 
@@ -253,7 +247,7 @@ class DeviceExecutor:
         except RuntimeError:
             raise no_loop_here(label_of(fn)) from None
         self._check_open()
-        return self.device.mailbox(loop)
+        return mailbox_of(loop)
 
     def _check_open(self) -> None:
         if self.device.closed:

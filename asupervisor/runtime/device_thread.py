@@ -12,7 +12,6 @@ under `_guard` belongs to the device thread.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import weakref
@@ -23,7 +22,8 @@ from typing import Any, Final, Protocol
 
 from asupervisor.errors import SessionClosed
 from asupervisor.events import EventSink
-from asupervisor.runtime.calls import Call, Mailbox, Rendezvous
+from asupervisor.runtime.calls import Call
+from asupervisor.runtime.mailbox import Mailbox, Rendezvous, forget_all
 from asupervisor.runtime.statistics import window
 from asupervisor.runtime.threads import SideThreads
 from asupervisor.runtime.wakeup import Doorbell, Ending
@@ -71,9 +71,8 @@ class Device:
         self.ending = Ending()
         self.current: Call | StepSource | None = None
         self.calls = self.turns = 0
-        self.call_times, self.waits, self.lags = window(), window(), window()
+        self.call_times, self.waits = window(), window()
         self.side = SideThreads(f"asupervisor side {name}")
-        self.mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._thread_init = thread_init
         self._guard = threading.Lock()
         self._bell = Doorbell()
@@ -161,34 +160,6 @@ class Device:
         for source in tuple(self.sources):
             source.abort(error())
 
-    def mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
-        """The loop's attached mailbox, or a new one that nobody needs to close; on the loop."""
-        return self.mailboxes.get(loop) or Mailbox(loop, self.lags)
-
-    def attach(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
-        """Watch a descriptor on this loop until `detach`; on the loop. A loop is attached any number of times."""
-        for other in [other for other in self.mailboxes if other.is_closed()]:
-            self.mailboxes.pop(other).close()
-        mailbox = self.mailboxes.get(loop)
-        if mailbox is None:
-            mailbox = self.mailboxes[loop] = Mailbox(loop, self.lags, attached=True)
-        mailbox.users += 1
-        return mailbox
-
-    def detach(self, mailbox: Mailbox) -> None:
-        """Undo one `attach`; any thread."""
-        loop = mailbox.loop
-        if not loop.is_closed() and asyncio._get_running_loop() is not loop:
-            try:
-                loop.call_soon_threadsafe(self.detach, mailbox)  # its readers are not ours to touch
-                return
-            except RuntimeError:  # closed in this moment
-                pass
-        mailbox.users -= 1
-        if mailbox.users <= 0 and self.mailboxes.get(mailbox.loop) is mailbox:
-            del self.mailboxes[mailbox.loop]
-            mailbox.close()
-
     def forget(self) -> None:
         """In the child of a fork: there is no thread, and the descriptors are the parent's, too."""
         self.closed = self.forked = True
@@ -199,7 +170,6 @@ class Device:
         self.ending = Ending()
         self.ending.signal()
         self.side.forget()
-        self.mailboxes.clear()
 
     # ------------------------------------------------------------------------------------ on the device thread
 
@@ -313,6 +283,7 @@ _devices: weakref.WeakSet[Device] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
+    forget_all()
     for device in tuple(_devices):
         device.forget()
 

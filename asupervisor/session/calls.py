@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asupervisor.errors import SessionClosed
-from asupervisor.runtime.calls import HELD, Call, Mailbox, Rendezvous
+from asupervisor.runtime.calls import HELD, Call
+from asupervisor.runtime.mailbox import Mailbox, Rendezvous
 
 if TYPE_CHECKING:
     from asupervisor.session.plan import RunPlan

@@ -17,9 +17,10 @@ import tensorflow as tf
 
 from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.events import EventSink, log_only
-from asupervisor.runtime.calls import Mailbox, Rendezvous, label_of, no_loop_here
+from asupervisor.runtime.calls import label_of, no_loop_here, wait_blocking
 from asupervisor.runtime.device import DeviceExecutor, Priority, refuse_running_loop
 from asupervisor.runtime.device_thread import fail_all
+from asupervisor.runtime.mailbox import Mailbox, Rendezvous, attach, detach
 from asupervisor.runtime.statistics import Percentiles, window
 from asupervisor.runtime.threads import SideThreads
 from asupervisor.runtime.wakeup import Ending
@@ -85,6 +86,7 @@ class AsyncSession:
         self._streams: set[Steps] = set()
         self._loop: Any = _running_loop() or _UNBOUND
         self._mailbox: Mailbox | None = None
+        self._lags = window()  # of the loop, once there is one
         self._step_times, self._run_times = window(), window()
         self._run_count = 0
         self._raw_closed: Ending | None = None
@@ -195,7 +197,7 @@ class AsyncSession:
         rendezvous = Rendezvous()
         call = RunCall(self, rendezvous, fetches, feed_dict, options, run_metadata, plan)
         self._device.submit(call, self._device.interactive)
-        return rendezvous.wait(call)
+        return wait_blocking(call, rendezvous)
 
     def make_callable(
         self, fetches: Any, feed_list: Any = None, accept_options: bool = False
@@ -361,6 +363,7 @@ class AsyncSession:
             paused=self._runs.paused,
             held=sum(len(session._held) for session in everybody),
             streams=sum(len(session._streams) for session in everybody),
+            loop_lag=Percentiles.of(self._lags),
             device=self.executor.statistics(),
         )
 
@@ -451,7 +454,7 @@ class AsyncSession:
             for session in (self, *self._siblings):
                 if session._mailbox is not None:
                     mailbox, session._mailbox = session._mailbox, None
-                    self._device.detach(mailbox)
+                    detach(mailbox)
                 if session is not self:
                     session._close = _closed_already  # was ours: no cycle is left behind
 
@@ -523,7 +526,8 @@ class AsyncSession:
                 )
             self._loop = loop
         if self._mailbox is None:
-            self._mailbox = self._device.attach(loop)
+            self._mailbox = attach(loop)
+            self._lags = self._mailbox.lags
             if self._coordinator is not None:
                 self._coordinator.add_stop_callback(self._on_stop)
 

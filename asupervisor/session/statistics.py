@@ -21,6 +21,7 @@ class SessionStatistics:
         paused: Whether training runs wait.
         held: Training runs that wait because of it.
         streams: Streams that have not ended.
+        loop_lag: From a finished result to its delivery on the event loop, for all sessions of the loop.
         device: The device thread and its lanes.
     """
 
@@ -32,4 +33,5 @@ class SessionStatistics:
     paused: bool
     held: int
     streams: int
+    loop_lag: Percentiles
     device: DeviceStatistics

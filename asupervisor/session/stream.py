@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 import tensorflow as tf
 
 from asupervisor.errors import WrongEventLoop
-from asupervisor.runtime.calls import Mailbox, Waiter, boxed
+from asupervisor.runtime.calls import Waiter, boxed
+from asupervisor.runtime.mailbox import Mailbox
 from asupervisor.runtime.wakeup import Doorbell
 from asupervisor.session.calls import describe_fetches
 from asupervisor.session.supply import END, Failure, FixedFeed, make_feed

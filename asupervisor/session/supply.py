@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from asupervisor.errors import SessionClosed, StopRequested
-from asupervisor.runtime.calls import Mailbox, Waiter, boxed
+from asupervisor.runtime.calls import Waiter, boxed
+from asupervisor.runtime.mailbox import Mailbox
 from asupervisor.runtime.wakeup import Doorbell
 
 if TYPE_CHECKING:

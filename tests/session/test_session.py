@@ -21,6 +21,7 @@ import tensorflow as tf
 from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.runtime.mailbox import is_attached
 from asupervisor.session.session import AsyncSession
 
 pytestmark = pytest.mark.modes
@@ -132,6 +133,7 @@ async def test_runs_at_once_never_interleave(sess: AsyncSession, model: SimpleNa
     assert (statistics.runs, statistics.training_runs, statistics.step_time.count) == (100, 100, 100)
     assert statistics.device.queue_wait.count >= 100
     assert statistics.device.queue_wait.p99_secs > 0
+    assert statistics.loop_lag.count > 0
 
 
 async def test_while_a_step_of_500_ms_runs_the_loop_ticks(sess: AsyncSession, model: SimpleNamespace) -> None:
@@ -798,7 +800,7 @@ async def test_a_closed_session_is_freed_without_the_garbage_collector(model: Si
 
 
 async def test_nothing_is_left_behind(make_session: Any, model: SimpleNamespace) -> None:
-    before = set(threading.enumerate())
+    before, attached = set(threading.enumerate()), is_attached(asyncio.get_running_loop())
     executor = DeviceExecutor()
     sess = make_session(executor)
     await sess.run(model.count)
@@ -808,7 +810,7 @@ async def test_nothing_is_left_behind(make_session: Any, model: SimpleNamespace)
     await sess.close()
     assert await executor.aclose(WAIT)
     assert set(threading.enumerate()) <= before
-    assert executor.device.mailboxes == {}
+    assert is_attached(asyncio.get_running_loop()) == attached
 
 
 PROGRAM_FORK = """
