@@ -26,27 +26,15 @@ import anyio
 from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.joining import Worker, outlast
+from asupervisor.runtime.reports import ExcInfo, Report, StopOnException, exception_of
 
-MOST_FURTHER_ERRORS = 20
-"""How many errors after the first one are kept and told; the others are only counted."""
+__all__ = ["Coordinator", "StopOnException"]
 
 MOST_WAITING_REPORTS = 1000
 """How many reports wait for the loop; the others are only counted."""
 
-ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
-
-
-class Report:
-    """One error as it was reported: the traceback and context are kept as they were then."""
-
-    __slots__ = ("after_stop", "context", "error", "traceback", "where")
-
-    def __init__(self, error: BaseException, where: str, after_stop: bool) -> None:
-        self.error = error
-        self.after_stop = after_stop
-        self.traceback = error.__traceback__
-        self.context = error.__context__
-        self.where = where
+MOST_FURTHER_ERRORS = 20
+"""How many errors after the first one are kept and told; the others are only counted."""
 
 
 class Coordinator:
@@ -123,7 +111,7 @@ class Coordinator:
         if ex is None:
             self._set_stop()
             return
-        report = Report(_exception_of(ex), where, self._stop)
+        report = Report(exception_of(ex), where, self._stop)
         if not self._joined:
             self._put(report)
             self._set_stop()
@@ -141,7 +129,7 @@ class Coordinator:
 
     def record(self, error: BaseException, where: str) -> None:
         """`report` for whoever runs what is joined: never raises it, whether or not somebody has joined in between."""
-        self._put(Report(_exception_of(error), where, self._stop))
+        self._put(Report(exception_of(error), where, self._stop))
         self._set_stop()
 
     def _put(self, report: Report) -> None:
@@ -486,51 +474,6 @@ class Coordinator:
     ) -> bool:
         group, self._group = self._group, None
         return cast(bool, await group.exit(exc))
-
-
-class StopOnException:
-    """Reports an exception of its block to the coordinator and swallows it; see `Coordinator.stop_on_exception`."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if isinstance(exc, Exception):
-            self._coordinator.report(exc, "stop_on_exception")
-            return True
-        if isinstance(exc, KeyboardInterrupt | SystemExit):
-            self._coordinator.request_stop()
-        return False
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        return self.__exit__(exc_type, exc, traceback)
-
-
-def _exception_of(ex: BaseException | ExcInfo) -> BaseException:
-    error = ex[1] if isinstance(ex, tuple) and len(ex) == 3 else ex
-    if not isinstance(error, BaseException):
-        raise TypeError(f"request_stop takes an exception or an exc_info tuple, not {ex!r}")
-    if isinstance(error, StopIteration):  # could never leave a coroutine
-        boxed = RuntimeError(f"StopIteration was reported: {error!r}")
-        boxed.__cause__ = error
-        return boxed
-    return error
 
 
 def _first_line(error: BaseException) -> str:
