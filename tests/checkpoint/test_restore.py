@@ -187,8 +187,9 @@ def test_f03_initial_values_that_read_one_another(variables: str) -> None:
 def test_f03_what_cannot_be_initialised_is_raised(variables: str) -> None:
     graph = tf.Graph()
     with graph.as_default():
-        never = tf1.get_variable("never", initializer=tf.constant(1.0))
-        needs = tf1.get_variable("needs", initializer=never + 1.0)
+        pairs = tf.lookup.KeyValueTensorInitializer(tf.constant([1, 2]), tf.constant([1.0, 2.0]))
+        table = tf.lookup.StaticHashTable(pairs, 0.0)  # nobody runs its initialiser
+        needs = tf1.get_variable("needs", initializer=table.lookup(tf.constant(1)))
         with tf1.Session(graph=graph) as raw, pytest.raises(tf.errors.FailedPreconditionError):
             rs.initialize(raw, [needs])
 
