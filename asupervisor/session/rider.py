@@ -75,6 +75,14 @@ class TrainingRuns:
             heapq.heappush(self._alarms, (at, next(self._serial), fn))
             self._next_alarm = self._alarms[0][0]
 
+    def let_go(self) -> None:
+        """The session is closed: whoever would have gone along, or wanted to be told, leads back to it; any thread."""
+        with self._guard:
+            self._riders.clear()
+            self._alarms.clear()
+            self._next_alarm = sys.maxsize
+        self.failure = None  # its traceback does, too
+
     # ------------------------------------------------------------------------------------ on the device thread
 
     def run(self, plan: RunPlan, args: Any) -> Any:

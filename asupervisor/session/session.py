@@ -25,7 +25,7 @@ from asupervisor.runtime.statistics import Percentiles, window
 from asupervisor.runtime.threads import SideThreads
 from asupervisor.runtime.wakeup import Ending
 from asupervisor.session.blocking import BlockingSession
-from asupervisor.session.calls import Plans, RunCall
+from asupervisor.session.calls import Plans, RunCall, Undecided
 from asupervisor.session.plan import PlanCache, RunPlan
 from asupervisor.session.rider import Rider, TrainingRuns
 from asupervisor.session.starvation import StarvationWatch
@@ -83,6 +83,7 @@ class AsyncSession:
         self._runs = TrainingRuns(raw, emit)
         self._siblings: list[AsyncSession] = []
         self._held: deque[Any] = deque()
+        self._undecided = Undecided(self._device.side)
         self._streams: set[Steps] = set()
         self._loop: Any = _running_loop() or _UNBOUND
         self._mailbox: Mailbox | None = None
@@ -490,7 +491,7 @@ class AsyncSession:
         for sibling in self._siblings:
             sibling._end_use()
         self.closed = True
-        self._runs.failure = None  # its traceback refers to us
+        self._runs.let_go()
         if self._watch is not None:
             self._watch.disarm()
             self._watch = None
