@@ -7,11 +7,13 @@ keeps the device thread busy may be waiting for exactly that element.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asupervisor.errors import SessionClosed
 from asupervisor.runtime.calls import HELD, Call
 from asupervisor.runtime.mailbox import Mailbox, Rendezvous
+from asupervisor.runtime.threads import SideThreads
 
 if TYPE_CHECKING:
     from asupervisor.session.plan import RunPlan
@@ -71,20 +73,20 @@ class RunCall(Call):
         idle = device.idle()
         device.submit(self, device.interactive)
         if not idle:
-            try:
-                device.side.submit(self._divert, "plan")
-            except RuntimeError:  # closed in this moment: the call has failed already
-                pass
+            self.session._undecided.add(self)
 
-    def _divert(self) -> None:
-        """On a side thread: run the call here if it must not wait for the device thread."""
+    def divert(self) -> None:
+        """On a side thread: take the call out of the inbox if it must not wait for the device thread."""
         try:
             plan = self._make_plan()
         except Exception:  # the device thread will meet the same error, and report it in its turn
             return
         if plan.side_lane and self.withdraw():
             self.aside = True
-            if self.work():
+            try:
+                self.session._device.submit_side(self)
+            except SessionClosed as error:
+                self.fail(error)
                 self.finish()
 
     def _make_plan(self) -> Any:
@@ -130,6 +132,45 @@ class RunCall(Call):
                 return True
             if lane is self.lane:
                 return False
+
+
+class Undecided:
+    """Calls that wait behind a busy device thread although nobody knows yet whether they have to.
+
+    One side thread looks at them one after another. Appending comes before the look at `_looking`, and the side thread
+    takes that down before it looks for more: so one of the two sees the other one.
+
+    Args:
+        side: The side threads.
+    """
+
+    def __init__(self, side: SideThreads) -> None:
+        self._side = side
+        self._calls: deque[RunCall] = deque()
+        self._looking = False
+
+    def add(self, call: RunCall) -> None:
+        """Have this one looked at; on the loop."""
+        self._calls.append(call)
+        if not self._looking:
+            self._looking = True
+            try:
+                self._side.submit(self._look, "plan")
+            except RuntimeError:  # closed in this moment: the calls have failed already
+                self._calls.clear()
+
+    def _look(self) -> None:
+        while True:
+            try:
+                call = self._calls.popleft()
+            except IndexError:
+                self._looking = False
+                if not self._calls:
+                    return
+                self._looking = True
+                continue
+            call.divert()
+            del call
 
 
 def describe_fetches(fetches: Any) -> str:

@@ -143,9 +143,10 @@ class Steps:
             self.finish(why)
 
     def abandon(self) -> None:
-        """Nobody will ask for its results any more. Takes no lock: the garbage collector calls it, anywhere."""
+        """Nobody will ask for its results any more. The garbage collector calls it, in the middle of anything."""
         self._closing = True
-        self.kick()
+        if self._device.thread is not None:  # else the first turn, which is still to come, will see it
+            self.kick()
 
     def abort(self, error: BaseException) -> None:
         """See `StepSource.abort`: end at once for the consumer, whatever the step does."""
@@ -243,9 +244,12 @@ class Steps:
         finally:
             with self._guard:
                 self._in_turn = False
+        # Whoever wanted the end while `_in_turn` was set has left it to us.
         if self._closing:
             self.finish("closed")
             more = False
+        elif not more and self.session._stopping():
+            self.finish("stop")
         if self.waiter is not None and self.out:
             self._wake_consumer()
         return more

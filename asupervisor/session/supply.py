@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from asupervisor.errors import SessionClosed, StopRequested
-from asupervisor.runtime.calls import Waiter, boxed
+from asupervisor.runtime.calls import Waiter, boxed, label_of
 from asupervisor.runtime.mailbox import Mailbox
 from asupervisor.runtime.wakeup import Doorbell
 
@@ -159,7 +159,7 @@ class SideFeed(Feed):
         context = contextvars.copy_context()
         bell = self._bell = Doorbell()
         try:
-            _submit(self._executor, lambda: context.run(self._produce, bell), "feed")
+            _submit(self._executor, lambda: context.run(self._produce, bell), f"feed {label_of(self._source)}")
         except BaseException:
             bell.close()
             raise
@@ -408,8 +408,8 @@ def _refuse(feed_dict: Any) -> tuple[RunPlan, Any]:
 
 
 def _bytes(args: Any) -> int:
-    values = args.values() if isinstance(args, Mapping) else args
-    return sum(getattr(value, "nbytes", 64) for value in values)
+    values = getattr(args, "feed_dict", args)  # what only `Session.run` can take is still a dictionary
+    return sum(getattr(value, "nbytes", 64) for value in (values.values() if isinstance(values, Mapping) else values))
 
 
 def _small_arrays(feed_dict: Mapping[Any, Any]) -> bool:

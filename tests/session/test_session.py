@@ -174,6 +174,21 @@ async def test_an_enqueue_does_not_wait_behind_the_dequeue_that_waits_for_it(
     assert await asyncio.wait_for(waiting, WAIT) == 7
 
 
+async def test_many_unknown_runs_behind_a_busy_thread_do_not_take_a_thread_each(
+    sess: AsyncSession, model: SimpleNamespace, settle: Callable[[], Any]
+) -> None:
+    with model.graph.as_default():
+        constants = [tf.constant(number) for number in range(60)]
+    waiting = asyncio.create_task(sess.run(model.dequeue))  # type: ignore[arg-type]
+    await until(lambda: sess.executor.busy() is not None)
+    runs = [asyncio.create_task(sess.run(constant)) for constant in constants]  # type: ignore[arg-type]
+    await settle()
+    assert sum(thread.name.startswith("asupervisor side") for thread in threading.enumerate()) < 20
+    await sess.run(model.enqueue, {model.number: 4})
+    assert await waiting == 4
+    assert await asyncio.gather(*runs) == list(range(60))
+
+
 async def test_a_producer_task_on_a_full_queue_does_not_stop_the_steps(
     sess: AsyncSession, model: SimpleNamespace
 ) -> None:

@@ -129,6 +129,17 @@ async def test_feeds_of_every_kind(sess: AsyncSession, model: SimpleNamespace, k
     assert (stream.ended_by, stream.steps_run, stream.feeds_taken) == ("feed", 40, 40)
 
 
+async def test_feeds_that_only_session_run_can_take(sess: AsyncSession, model: SimpleNamespace) -> None:
+    with model.graph.as_default():
+        sparse = tf.compat.v1.sparse_placeholder(tf.float32)
+        total = tf.sparse.reduce_sum(sparse)
+    value = tf.compat.v1.SparseTensorValue([[0, 0]], [2.0], [1, 1])
+    feeds = [{sparse: value}] * 5
+    results = await collect(sess.steps([total, model.count], feeds))
+    assert [(float(result), int(step)) for result, step in results] == [(2.0, step) for step in range(1, 6)]
+    assert [float(total) for total in await collect(sess.steps(total, {sparse: value}, max_steps=2))] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("size", [3, 100_000])
 @pytest.mark.parametrize("kind", ["generator", "async_generator"])
 async def test_a_feed_may_reuse_its_buffer(sess: AsyncSession, model: SimpleNamespace, kind: str, size: int) -> None:
@@ -487,6 +498,31 @@ async def test_a_stop_ends_it_and_every_step_that_ran_is_yielded(
     again = sess.steps(model.train, {model.x: [1.0]})
     assert await collect(again) == []  # the stop is looked at before the first step
     assert again.ended_by == "stop"
+
+
+async def test_a_stop_while_the_feed_is_stuck_does_not_wait_for_it(make_session: Any, model: SimpleNamespace) -> None:
+    coordinator = Coordinator()
+    sess = make_session(coordinator=coordinator)
+    release = threading.Event()
+
+    def generate() -> Iterator[Any]:
+        for number in range(100):
+            if number == 3:
+                assert release.wait(WAIT)
+            yield {model.x: [1.0]}
+
+    stream = sess.steps(model.train, generate())
+    results = []
+    for _ in range(3):
+        results.append(await anext(stream))
+    waiting = asyncio.create_task(collect(stream))
+    await until(lambda: stream._steps.feed.hungry)
+    label = sess.executor.statistics().side_threads
+    assert label == ("feed " + generate.__qualname__,)
+    coordinator.request_stop()
+    assert await asyncio.wait_for(waiting, WAIT) == []
+    assert (stream.steps_run, stream.ended_by) == (3, "stop")
+    release.set()
 
 
 async def test_a_stop_from_another_thread_ends_a_stream_whose_consumer_waits(
