@@ -19,6 +19,7 @@ the grace starts. Everything here runs on the loop thread.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Coroutine
@@ -51,7 +52,7 @@ class Host(Generic[T]):
             it means that it is out of time.
         release: Gives everything back; always called, also after a failed startup.
         close_now: The same in one synchronous call that neither waits nor needs a loop, for a session whose
-            coroutine is destroyed outside of its loop.
+            coroutine is destroyed outside of its loop, and for a release that was cancelled or took too long.
         stragglers: Names of threads that are still busy, each with a formatted stack, asked at the very end.
         stop_grace_secs: What the services and the body have after the stop, in seconds.
         kill_grace_secs: What is left to what was cancelled, in seconds.
@@ -417,7 +418,10 @@ class Host(Generic[T]):
         await self._services_end()
         await self._last_words()
         if self._release is not None:
-            await self._waits.bounded(self._release, 4 * self.kill_grace_secs, "release")
+            in_time = await self._waits.bounded(self._release, 4 * self.kill_grace_secs, "release")
+            close_now, self._close_now = self._close_now, None
+            if not in_time and close_now is not None:
+                close_now()  # it hangs, or was cancelled with everything else: what can be closed now, is
         self._late = sorted(service.name for service in set(self._services.running()) - self._closing)
         for label, stack in self._busy_threads() if self._busy_threads is not None else ():
             self._late.append(label)
@@ -495,8 +499,11 @@ class Host(Generic[T]):
                 with anyio.CancelScope(shield=bool(cancellations)):
                     await asyncio.wait([self._finished])
             except CancelledError as error:
+                # A cancelled anyio scope tells again what has brought us here: one event, however busy the loop is.
+                told_again = not cancellations and anyio.current_effective_deadline() == -math.inf
                 cancellations.append(error)
-                self.hurry()
+                if not (told_again and self.interrupted):
+                    self.hurry()
         if self._closing and not callers:
             # A service has closed the session, and goes on only now, as we do: see it off.
             try:

@@ -15,7 +15,7 @@ from typing import Any
 from asupervisor.events import EventSink
 from asupervisor.runtime.joining import keep
 
-ONE_EVENT_SECS = 0.1
+ONE_EVENT_SECS = 0.2
 """Interrupts that follow one another so closely are one event."""
 
 

@@ -1043,7 +1043,7 @@ async def endless_words(c: Ctl) -> None:
 
 async def struck_words(c: Ctl) -> None:
     """A second cancellation, distinctly later than the first."""
-    c.loop.call_later(0.15, c.outer)
+    c.loop.call_later(0.4, c.outer)
     await anyio.sleep_forever()
 
 
@@ -1120,13 +1120,13 @@ async def ctrl_c(c: Ctl) -> None:
 
 
 async def ctrl_c_zombie(c: Ctl) -> None:
-    c.loop.call_later(0.3, press_ctrl_c, c)
+    c.loop.call_later(0.5, press_ctrl_c, c)
     await zombie(c)
 
 
 async def ctrl_c_words(c: Ctl) -> None:
     c.note("settling")
-    c.loop.call_later(0.15, press_ctrl_c, c)
+    c.loop.call_later(0.4, press_ctrl_c, c)
     await anyio.sleep_forever()
 
 
@@ -1971,7 +1971,7 @@ def run_case(subject_class: Any, event: Event, spec: HostSpec) -> dict[str, Any]
         if seen is not None and raised != seen and not again:
             problems.append(f"{raised} was seen around the block, not {seen}")
         entered = ctl.body != "not started"
-        if ctl.released != 1 and ctl.subject.counts:
+        if ctl.released != 1 + (event.name == "release_endless") and ctl.subject.counts:
             problems.append(f"released {ctl.released} times")
         if ctl.subject.counts and entered and not ctl.settled and not spec.agen and not event.skips_settle:
             problems.append("the last words were never said")

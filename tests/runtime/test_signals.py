@@ -239,7 +239,7 @@ def test_a_third_ctrl_c_skips_the_last_words(program: Run) -> None:
             async with session(settle_secs=30):
                 send(signal.SIGINT)
                 await coordinator.wait_for_stop()
-                asyncio.get_running_loop().call_later(0.3, send, signal.SIGINT)
+                asyncio.get_running_loop().call_later(0.5, send, signal.SIGINT)
                 send(signal.SIGINT)
                 await asyncio.sleep(30)
                 print("never", flush=True)
