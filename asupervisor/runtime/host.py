@@ -447,7 +447,9 @@ class Host(Generic[T]):
         if self._settle is None or not self._ran or self._startup_error is not None or self._waits.interrupts > 1:
             return
         if not self._out_of_words:
-            self._out_of_words = not await self._waits.bounded(self._settle, self.grace_left, "final save")
+            self._out_of_words = not await self._waits.bounded(
+                self._settle, self.grace_left, "final save", can_be_skipped=True
+            )
 
     # ------------------------------------------------------------------ waiting for the end
 

@@ -78,15 +78,16 @@ class Waits:
             except CancelledError:
                 self.on_interrupt()
 
-    async def bounded(self, step: Callable[[], Coroutine[Any, Any, None]], secs: float, name: str) -> bool:
+    async def bounded(
+        self, step: Callable[[], Coroutine[Any, Any, None]], secs: float, name: str, *, can_be_skipped: bool = False
+    ) -> bool:
         """Run a step in a task of its own, so that neither a cancellation nor a hang of it takes us along.
-
-        A second interrupt cancels it.
 
         Args:
             step: Coroutine function.
             secs: What it has, in seconds.
             name: Its name in events, errors and its task's name.
+            can_be_skipped: Whether a second interrupt cancels it.
 
         Returns:
             Whether it ended by itself, well or not.
@@ -96,7 +97,7 @@ class Waits:
         deadline = self._loop.time() + secs
         while not task.done() and (left := deadline - self._loop.time()) > 0:
             await self.outwait([task, self.bell], left, any_of=True)
-            if self.interrupts > max(1, interrupts):  # nobody wants to wait any more
+            if can_be_skipped and self.interrupts > max(1, interrupts):  # nobody wants to wait any more
                 deadline = min(deadline, self._loop.time() + self._kill_grace_secs)
                 interrupts = self.interrupts
                 task.cancel()

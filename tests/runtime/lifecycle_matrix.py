@@ -1109,6 +1109,27 @@ event(
 )
 
 
+async def struck_release(c: Ctl) -> None:
+    """Cancellations by the dozen: who is impatient may skip the last words, but nothing stays unreleased."""
+    for n in range(1, 4):
+        c.loop.call_later(0.25 * n, c.outer)
+    await asyncio.sleep(0.3)
+    c.note("released")
+
+
+event(
+    "release_is_never_skipped",
+    outer_strikes,
+    "CancelledError",
+    services=[P],
+    release=struck_release,
+    wrap="cancel",
+    around=True,
+    blocks=("block",),
+    check=expecting(noted("released")),
+)
+
+
 # interrupts
 def press_ctrl_c(c: Ctl) -> None:
     os.kill(os.getpid(), signal.SIGINT)
