@@ -189,8 +189,14 @@ def _build(graph: tf.Graph, save: tf.Operation, step: tf.Tensor | None) -> Snaps
     raw_ops = tf.raw_ops
     scope = graph.unique_name(_SCOPE) + "/"
     sources = list(save.inputs[3:])
-    # Whatever the caller is in the middle of (a device, a scope, control dependencies, a colocation) is not meant.
-    with tf.compat.v1.name_scope(scope), graph.device(None), graph.control_dependencies(None):
+    # Whatever the caller is in the middle of (a device, a scope, control dependencies, a colocation) is not meant. And
+    # the memory of an accelerator, where the variables may be, is not there for a second copy of them.
+    with (
+        tf.compat.v1.name_scope(scope),
+        graph.device(None),
+        graph.device("/device:CPU:0"),
+        graph.control_dependencies(None),
+    ):
         origin = tf.compat.v1.placeholder(tf.int64, [], name="origin")
         prefix = tf.compat.v1.placeholder(tf.string, [], name="prefix")
         large: dict[int, tf.Tensor] = {}
@@ -203,16 +209,12 @@ def _build(graph: tf.Graph, save: tf.Operation, step: tf.Tensor | None) -> Snaps
             if _static_bytes(source) < _HOLDER_BYTES:
                 small[index] = tf.compat.v1.placeholder(dtype, shape)
                 continue
-            with graph.device(source.op.device):
-                large[index] = raw_ops.VariableV2(shape=shape, dtype=dtype, container="", shared_name="")
-                copies.append(_assign(large[index], source))
-                releases.append(_assign(large[index], tf.zeros([0], dtype)))
-                with graph.control_dependencies(reserves[-1:]):
-                    reserves.append(_assign(large[index], _fresh(shape, dtype, origin)))
-        step_copy = None
-        if step is not None:
-            with graph.device(step.op.device):
-                step_copy = raw_ops.DeepCopy(x=step)
+            large[index] = raw_ops.VariableV2(shape=shape, dtype=dtype, container="", shared_name="")
+            copies.append(_assign(large[index], source))
+            releases.append(_assign(large[index], tf.zeros([0], dtype)))
+            with graph.control_dependencies(reserves[-1:]):
+                reserves.append(_assign(large[index], _fresh(shape, dtype, origin)))
+        step_copy = None if step is None else raw_ops.DeepCopy(x=step)
         with graph.device(save.device):
             write = raw_ops.SaveV2(
                 prefix=prefix,
@@ -226,8 +228,7 @@ def _build(graph: tf.Graph, save: tf.Operation, step: tf.Tensor | None) -> Snaps
             if index in small:
                 watched.append((name, place[index]))
             else:
-                with graph.device(sources[index].op.device):
-                    watched.append((name, (large[index].name, _sum_of_squares(large[index]).name)))
+                watched.append((name, (large[index].name, _sum_of_squares(large[index]).name)))
         copy = tf.group(*copies, name="copy")
         reserve = tf.group(*reserves, name="reserve") if reserves else None
         release = tf.group(*releases, name="release")

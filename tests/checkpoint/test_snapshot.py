@@ -365,6 +365,7 @@ def test_device_scopes_and_dependencies_of_the_caller_do_not_leak_in(variables: 
     graph = tf.Graph()
     with graph.as_default():
         tf1.get_variable("v", [3])
+        tf1.get_variable("large", [100_000])
         saver = tf1.train.Saver()
         with (
             tf1.name_scope("outer"),
@@ -376,7 +377,27 @@ def test_device_scopes_and_dependencies_of_the_caller_do_not_leak_in(variables: 
     for node in graph.as_graph_def().node:
         if node.name.startswith(ops.scope):
             assert "nowhere" not in node.device
+            assert "CPU:0" in node.device or node.op == "SaveV2"
             assert "unfed" not in str(node.input)
+
+
+def test_variables_on_another_device(variables: str, tmp_path: Path) -> None:
+    graph = tf.Graph()
+    with graph.as_default():
+        with tf.device("/cpu:1"):
+            far = tf1.get_variable("far", [100_000], initializer=tf1.zeros_initializer())
+        change = far.assign_add(tf.ones([100_000]))
+        saver, init = tf1.train.Saver(), tf1.global_variables_initializer()
+    store = CheckpointStore(tmp_path, graph, saver)
+    store.claim(None)
+    with tf1.Session(graph=graph, config=tf1.ConfigProto(device_count={"CPU": 2})) as raw:
+        raw.run(init)
+        for expected in (0.0, 1.0):
+            store.reserve(raw)
+            snapshot = store.snapshot(raw)
+            raw.run(change.op)
+            prefix = store.publish(snapshot).prefix
+            assert set(tf.train.load_variable(prefix, "far").tolist()) == {expected}
 
 
 def test_a_second_store_uses_the_ops_of_the_first(make_model: Any, make_store: Any) -> None:
