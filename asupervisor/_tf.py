@@ -276,13 +276,18 @@ def has_operation_timeout(raw: tf.compat.v1.Session) -> bool:
 def raise_as_session_run(raw: tf.compat.v1.Session, error: tf.errors.OpError) -> NoReturn:
     """Raises the error of a compiled callable as `Session.run` does: op, node and the place that made it."""
     reformat = getattr(raw, "_do_call", None)
-    if reformat is not None:
+    if reformat is None:
+        raise error
 
-        def fail() -> NoReturn:
-            raise error
+    # Handed over in a list that is empty afterwards: a frame of the error's traceback that referred to the error would
+    # keep it, and the session that stands in other frames, alive until the garbage collector comes.
+    def fail(box: list[tf.errors.OpError]) -> NoReturn:
+        raise box.pop()
 
-        reformat(fail)
-    raise error
+    box = [error]
+    del error
+    reformat(fail, box)
+    raise AssertionError("TensorFlow did not raise what it was given")
 
 
 def was_released(error: tf.errors.OpError) -> bool:

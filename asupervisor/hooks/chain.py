@@ -105,19 +105,20 @@ class HookChain:
         Returns:
             What they raised, all of it: one hook's failure keeps no other from its last call.
         """
-        errors: list[Exception] = []
+        errors: list[Exception | None] = []
         if not self._ending and outcome.clean and session is not None:
             self._ending = True
             for hook in self.hooks:
-                await self._last_call(hook.end, session, (), on_device, errors)
+                errors.append(await self._last_call(hook.end, session, (), on_device))
         self._ending = True
-        if errors:
-            outcome = HookOutcome("error", errors[0])
+        first = next(filter(None, errors), None)
+        if first is not None:
+            outcome = HookOutcome("error", first)
         while self._begun:
             finish = getattr(self._begun.pop(0), "finish", None)
             if finish is not None:
-                await self._last_call(finish, session, (outcome,), on_device, errors)
-        return errors
+                errors.append(await self._last_call(finish, session, (outcome,), on_device))
+        return [error for error in errors if error is not None]
 
     async def _last_call(
         self,
@@ -125,15 +126,15 @@ class HookChain:
         session: AsyncSession | None,
         args: tuple[Any, ...],
         on_device: OnDevice,
-        errors: list[Exception],
-    ) -> None:
+    ) -> Exception | None:
         for_whom = session if session is None or is_async(method) else session.raw
         try:
             await _call(method, (for_whom, *args), on_device)
         except Exception as error:
-            errors.append(error)
             name = getattr(method, "__qualname__", repr(method))
             self._emit("hook.failed", f"{name} failed: {error!r}", level="error", hook=name, error=repr(error))
+            return error  # not into a list of the caller's: its traceback leads here
+        return None
 
     # ------------------------------------------------------------------ one run on a thread
 

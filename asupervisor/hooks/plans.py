@@ -5,8 +5,8 @@
     HookedPlan.execute ── before_run of each hook ── the merged RunPlan, with riders and alarms ── after_run of each
 
 TensorFlow's own hooks fetch the global step along, and expect the step before the run. Nothing in the graph says which
-one they get: it is a matter of how the ops are scheduled. So merged runs are scheduled as `Session.run` does it, never in
-the calling thread.
+one they get: it is a matter of how the ops are scheduled. So merged runs are scheduled as `Session.run` does it, never
+in the calling thread.
 
 All of it is one piece of work on the device thread. Where the caller's fetches do nothing but fill or close a queue,
 the merged run happens on the side thread that calls, and only the hooks on the device thread: the step that occupies it
@@ -261,9 +261,9 @@ class HookedRuns:
         """See `TrainingRuns.failure`."""
         return self._runs.failure
 
-    @failure.setter
-    def failure(self, failure: BaseException | None) -> None:
-        self._runs.failure = failure
+    def let_go(self) -> None:
+        """See `TrainingRuns.let_go`."""
+        self._runs.let_go()
 
     def board(self, rider: Rider) -> None:
         """See `TrainingRuns.board`."""

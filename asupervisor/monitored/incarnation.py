@@ -283,11 +283,11 @@ class Incarnation:
             lost: The session is given up: its state is not worth a save.
             hurry: Somebody who waits was cancelled: services get no more grace.
         """
-        self.ending = True
         if lost and self.loss is None:
             self.loss = _Lost()
-        if outcome is not None and not outcome.clean and self.run is not None:
+        if outcome is not None and not outcome.clean and self.run is not None and not self.ending:
             self.run.end_with(outcome.error, cancelled=outcome.reason == "cancelled")
+        self.ending = True
         if hurry:
             self._host.hurry()
         self._host.close()

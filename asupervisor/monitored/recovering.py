@@ -29,6 +29,9 @@ from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPoli
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import Host
 
+GIVEN_UP = RuntimeError("the session was replaced by another one")
+"""Stands for why a session was given up, once that is no matter any more: it has no traceback, and is never raised."""
+
 
 class _Recovery:
     """One replacement of one incarnation, and how it went."""
@@ -97,6 +100,8 @@ class Incarnations:
 
     def forget(self) -> None:
         """Everything has ended: refer to nothing any more."""
+        if self.current is not None and self.current.loss is not None:
+            self.current.loss = GIVEN_UP
         self.current = self._blueprint = self._host = self._recovery = None
 
     # ------------------------------------------------------------------ the session to use
@@ -231,6 +236,7 @@ class Incarnations:
             await failed.end(lost=True)
             await self._pause(decision, reason, origin)
             current = await self._create(failed.number + 1)
+            failed.loss = GIVEN_UP
         except Exception as problem:
             recovery.error = problem
         except BaseException:
@@ -289,15 +295,18 @@ class Incarnations:
         self.history = decision.history
         if decision.restart:
             return decision
-        if decision.reason == "budget used up":
-            raise RecoveryExhausted(self.history.total, reason) from reason
-        if decision.reason == "would reinitialise the model":
-            _note(
-                error,
-                "asupervisor: not recovered from, since there is no checkpoint to restore: that would initialise the "
-                "model again. RecoveryPolicy(allow_reinit=True) allows it",
-            )
-        raise error
+        try:
+            if decision.reason == "budget used up":
+                raise RecoveryExhausted(self.history.total, reason) from reason
+            if decision.reason == "would reinitialise the model":
+                _note(
+                    error,
+                    "asupervisor: not recovered from, since there is no checkpoint to restore: that would initialise "
+                    "the model again. RecoveryPolicy(allow_reinit=True) allows it",
+                )
+            raise error
+        finally:
+            del failed, reason, error, self
 
     async def _finds_the_model_again(self, failed: Incarnation) -> bool:
         """Whether a restart finds what was trained: a checkpoint, or the live model."""

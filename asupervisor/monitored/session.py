@@ -133,7 +133,7 @@ class MonitoredSession:
         self._block: Block[MonitoredSession] | None = None
         self._host: Host[MonitoredSession] | None = None
         self._ending: HookOutcome | None = None
-        self._outcome: HookOutcome | None = None
+        self._outcome: str | None = None
         self._closed = False
         self._was_finalized = False
         self._last_status: Status | None = None
@@ -142,12 +142,18 @@ class MonitoredSession:
 
     async def open(self) -> Self:
         """Enter without a block; end it by `await close()`."""
-        await self._new_block().enter(attached=False)
+        try:
+            await self._new_block().enter(attached=False)
+        finally:
+            self._ending = None
         self._incarnations.told_to_stop()
         return self
 
     async def __aenter__(self) -> Self:
-        await self._new_block().__aenter__()
+        try:
+            await self._new_block().__aenter__()
+        finally:
+            self._ending = None  # what has failed has a traceback that leads here
         self._incarnations.told_to_stop()
         return self
 
@@ -320,7 +326,7 @@ class MonitoredSession:
     def _note_outcome(self, outcome: HookOutcome) -> None:
         if self._outcome is not None:
             return
-        self._outcome = outcome
+        self._outcome = outcome.reason
         told_by = outcome.error or outcome.told_by
         self._emit(
             "session.outcome",
@@ -335,7 +341,7 @@ class MonitoredSession:
     async def _release(self) -> None:
         assert self._around is not None
         # A startup that failed, or last words that were cut short: what began gets its last call.
-        outcome = self._outcome or self._how_it_ends()
+        outcome = self._how_it_ends()
         try:
             await self._chain.end(None, outcome, self._on_thread)
             self._note_outcome(outcome)
@@ -531,7 +537,7 @@ class MonitoredSession:
             name=self._name,
             state=state,
             restarts=self._incarnations.history.total,
-            outcome=None if self._outcome is None else self._outcome.reason,
+            outcome=self._outcome,
             error=status.error if error is None else repr(error),
         )
 
@@ -541,8 +547,8 @@ class MonitoredSession:
         return self._incarnations.history.total
 
     @property
-    def outcome(self) -> HookOutcome | None:
-        """How it ended, or None before that."""
+    def outcome(self) -> str | None:
+        """How it ended: ``finished``, ``stopped``, ``error`` or ``cancelled``, as `HookOutcome`; None before that."""
         return self._outcome
 
     def events(self) -> AsyncIterator[Event]:

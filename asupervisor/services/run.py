@@ -409,6 +409,7 @@ class SupervisedRun:
             # The session refers to us through its `close`: without this, only the garbage collector could free it.
             self._session = self._host = None
             self._checkpoints = self._summaries = self._step_counter = None
+            self._ending = (None, False)  # an error has a traceback that leads to whoever made us
 
     async def _close_session(self) -> None:
         """What `AsyncSession.close` does for a session of a supervisor: end everything, then raise the first error."""

@@ -250,7 +250,7 @@ async def test_s5_exit_cleanly_on_stop_iteration_of_a_hook(counter: Make, raiser
         reached = True
     assert not reached
     assert sess.should_stop()
-    assert sess.outcome.reason == "stopped"
+    assert sess.outcome == "stopped"
 
 
 async def test_s5_regular_exception_passes_through_run(counter: Make, raiser: Make) -> None:
@@ -439,7 +439,7 @@ async def test_s5_step_function_stops(asynchronous: bool) -> None:
         reached = True
     assert not reached
     assert sess.should_stop()
-    assert sess.outcome.reason == "stopped"
+    assert sess.outcome == "stopped"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -220,7 +220,7 @@ async def test_nonfinite_may_just_stop(model: Make, caplog: pytest.LogCaptureFix
         await sess.run(made.train, {made.x: [[math.inf, 1.0]]})
         assert sess.should_stop()
     assert "'loss:0' has 1 NaN or infinite values" in caplog.text
-    assert sess.outcome.reason == "stopped"
+    assert sess.outcome == "stopped"
 
 
 # ------------------------------------------------------------------ logging
