@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,11 @@ if MODE == "v1":
     tf.compat.v1.disable_v2_behavior()
 
 tf.get_logger().setLevel("ERROR")
+
+# A shell starts what runs in the background with SIGINT ignored, and children inherit that: those that tests interrupt
+# would not notice.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in each run: a red run can be run again. A seed of one's own: `--hypothesis-seed`.
 hypothesis.settings.register_profile(
