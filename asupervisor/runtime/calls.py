@@ -100,10 +100,14 @@ class Waiter:
         if callback is None:
             return
         context = self._context
-        if context is None:
-            callback(self)
-        else:
-            context.run(callback, self)
+        try:
+            if context is None:
+                callback(self)
+            else:
+                context.run(callback, self)
+        finally:
+            # A traceback of the task refers to the frames above its own: no cycle through this one.
+            del callback, context, self
 
 
 class Call(Waiter):

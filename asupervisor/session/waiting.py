@@ -82,6 +82,8 @@ class Patience:
                 await asyncio.wait(pending)
             if task.done() and not task.cancelled():
                 task.exception()  # seen: we may leave with another one
+            # An error of it has a traceback that leads here: no cycle, and nothing that keeps its frames alive.
+            del task, rivals, pending, work
 
     async def pause(self, secs: float) -> None:
         """Sleep, unless a stop comes first.
