@@ -370,11 +370,13 @@ class CheckpointStore:
             return
         held = snapshot.held
         fs.check_space(self.directory, snapshot.info.bytes + _SLACK_BYTES)
-        nonfinite = held.nonfinite() if self.nonfinite != "allow" else []
         with self.writer.temporary() as temporary:
             name = self._own_name(snapshot.info.step)
             self._faults("before-write")
             held.write(str(temporary / name))
+            # Not before the write, which keeps one thread busy: this takes all that there are, and the step that comes
+            # right after the snapshot has been held up enough.
+            nonfinite = held.nonfinite() if self.nonfinite != "allow" else []
             held.release()  # the copy lives no longer than it must
             self._faults("after-write")
             if self.write_meta_graph:
