@@ -28,6 +28,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_MOST_CHARS = 600
+
+
+def describe(error: BaseException) -> str:
+    """`repr` for messages and records: never fails, stays short, and speaks where TensorFlow's says nothing.
+
+    The `repr` of a TensorFlow error is empty, and its text may hold whole stacks; here it is the op and what it says.
+    """
+    name = type(error).__name__
+    try:
+        text = repr(error)
+        if text == f"{name}()" and (line := telling_line(error)):
+            text = f"{name}({line!r})"
+    except Exception:  # of somebody's __repr__; nothing may be lost for that
+        text = f"{name}(...)"
+    return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 3] + "..."
+
+
+def telling_line(error: BaseException) -> str:
+    """What an error says, in one line: of TensorFlow's long texts the op and its words, not the heading."""
+    try:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except Exception:  # as above
+        return ""
+    for number, line in enumerate(lines[:-1]):
+        if line.startswith("Node:"):
+            return f"{lines[number + 1]} ({line})"
+    return lines[0] if lines else ""
+
 
 class SupervisorError(Exception):
     """The root of asupervisor's own exceptions."""

@@ -75,7 +75,8 @@ class Supervisor:
         init_op: Initialises the model when it cannot be restored. None for none.
         init_feed_dict: Fed to `init_op`.
         local_init_op: Run for each session: by default local variables and tables. None for none.
-        logdir: Where checkpoints and events go; created when a session starts. None for neither.
+        logdir: Where checkpoints and events go; created when a session starts. None for neither. A relative path
+            is taken from here and now: the program may change its directory later.
         summary_op: Scalar string tensor of summaries. Defaults to all of the graph's. None for none.
         saver: A `tf.compat.v1.train.Saver` or an object like it. None: nothing is saved, restored or checked.
         global_step: Integer tensor or variable with one element that counts steps. None for none.
@@ -157,8 +158,8 @@ class Supervisor:
         graph = elements.resolve_graph(graph)
         if not is_chief:
             elements.check_devices(graph)
-        directory = arguments.checked_logdir(logdir)
-        chief_dir = directory if is_chief else None
+        given_dir = arguments.checked_logdir(logdir) if is_chief else None
+        chief_dir = None if given_dir is None else arguments.resolved(given_dir)
         check_init_fn(init_fn)
         arguments.check_interval("save_summaries_secs", save_summaries_secs)
         arguments.check_interval("save_model_secs", save_model_secs)
@@ -168,6 +169,8 @@ class Supervisor:
         arguments.check_secs("stop_grace_secs", stop_grace_secs)
         arguments.check_basename(checkpoint_basename)
         arguments.check_saver(None if saver is elements.USE_DEFAULT else saver)
+        arguments.check_summary_op(None if summary_op is elements.USE_DEFAULT else summary_op)
+        arguments.check_global_step(None if global_step is elements.USE_DEFAULT else global_step)
         arguments.check_executor(executor)
         clean_types = arguments.checked_clean_types(clean_stop_exception_types)
         manager = None if session_manager is None else arguments.adapted_session_manager(session_manager, graph)
@@ -189,6 +192,7 @@ class Supervisor:
             consequence_types=(tf.errors.CancelledError,),
             emit=self._hub.emit,
         )
+        self._given_dir = given_dir
         self._init_feed_dict = init_feed_dict
         self._is_chief = is_chief
         self._settings = RunSettings(
@@ -335,8 +339,9 @@ class Supervisor:
     @property
     def save_path(self) -> str | None:
         """First part of the paths of checkpoints; None without a logdir and for a non-chief."""
-        settings = self._settings
-        return None if settings.logdir is None else os.path.join(settings.logdir, settings.checkpoint_basename)  # noqa: PTH118
+        if self._given_dir is None:
+            return None
+        return os.path.join(self._given_dir, self._settings.checkpoint_basename)  # noqa: PTH118 (as TensorFlow's)
 
     # ------------------------------------------------------------------ sessions
 
@@ -422,8 +427,10 @@ class Supervisor:
         wait_for_checkpoint: bool,
         max_wait_secs: float,
     ) -> Host[AsyncSession]:
-        if self._host is not None and not self._host.finished and not self._host.loop.is_closed():
-            raise SessionActive(self.name)
+        if self._host is not None and not self._host.finished:
+            if not self._host.loop.is_closed():
+                raise SessionActive(self.name)
+            self._host.abandon()  # its loop was closed under it: give back what it holds
         self._closes_writer = close_summary_writer
         self._around = around = Surroundings(
             self.name,
@@ -451,8 +458,10 @@ class Supervisor:
             )
 
         async def release() -> None:
-            await run.release()
-            await around.close(self._closes_writer)
+            try:
+                await run.release()
+            finally:
+                await around.close(self._closes_writer)
 
         self._host = host = Host(
             self.name,

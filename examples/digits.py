@@ -3,7 +3,7 @@
 The data are the 1,797 images of 8 by 8 pixels that scikit-learn ships: nothing is downloaded. Everything in here is
 ordinary, synchronous `tf.compat.v1` code and knows nothing of asupervisor.
 
-Needs: ``pip install 'asupervisor[examples]'``
+Needs: ``pip install -e '.[examples]'``
 """
 
 from __future__ import annotations

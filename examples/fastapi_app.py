@@ -1,12 +1,13 @@
 """A web service that trains the digits model and answers from the same session meanwhile.
 
-Needs: ``pip install 'asupervisor[examples]'``
+Needs: ``pip install -e '.[examples]'``
 
 Run::
 
     python examples/fastapi_app.py --logdir runs/served
     curl localhost:8000/status
-    curl localhost:8000/predict -H 'content-type: application/json' -d '{"image": [[0, 0, 5, 13, 9, 1, 0, 0], ...]}'
+    row='[0, 0, 5, 13, 9, 1, 0, 0]'; image="$row, $row, $row, $row, $row, $row, $row, $row"
+    curl localhost:8000/predict -H 'content-type: application/json' -d '{"image": ['"$image"']}'
 
 ``/status`` tells how the training stands; ``/predict`` recognises an image of 8 by 8 pixels (0 to 16) with the
 weights of this moment, between two training steps. The session lives as long as the application: it is entered in

@@ -1,6 +1,6 @@
 """A pytest-asyncio suite for a training program, with the managed session as a fixture.
 
-Needs: ``pip install 'asupervisor[examples]' pytest pytest-asyncio``
+Needs: ``pip install -e '.[dev]'``
 
 Run::
 

@@ -1,6 +1,6 @@
 """Train a classifier of handwritten digits, with checkpoints, summaries, a progress line and resumption.
 
-Needs: ``pip install 'asupervisor[examples]'``
+Needs: ``pip install -e '.[examples]'``
 
 Run::
 

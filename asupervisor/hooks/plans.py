@@ -112,6 +112,7 @@ class HookedPlan:
         "is_training",
         "may_wait",
         "side_lane",
+        "writes",
     )
 
     def __init__(self, of: HookedPlans, inner: RunPlan, fetches: Any, options: Any, run_metadata: Any) -> None:
@@ -124,6 +125,7 @@ class HookedPlan:
         self._merged: dict[Any, tuple[RunPlan, Any]] = {}
         self.is_training = inner.is_training
         self.may_wait = inner.may_wait
+        self.writes = inner.writes
         self.side_lane = inner.side_lane
 
     @property

@@ -144,18 +144,27 @@ class MonitoredSession:
         """Enter without a block; end it by `await close()`."""
         try:
             await self._new_block().enter(attached=False)
-        finally:
-            self._ending = None
+        except BaseException:
+            self._not_entered()
+            raise
         self._incarnations.told_to_stop()
         return self
 
     async def __aenter__(self) -> Self:
         try:
+            # Directly: the block looks at the frames above to see whether its body runs in this task.
             await self._new_block().__aenter__()
-        finally:
-            self._ending = None  # what has failed has a traceback that leads here
+        except BaseException:
+            self._not_entered()
+            raise
         self._incarnations.told_to_stop()
         return self
+
+    def _not_entered(self) -> None:
+        """One try only: the hooks have had their last call. What has failed has a traceback that leads here."""
+        if self._host is None or self._host.finished:
+            self._closed = True
+            self._block = self._host = self._ending = None
 
     async def __aexit__(
         self,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
-from asupervisor.errors import StopGraceExceeded, WrongEventLoop
+from asupervisor.errors import StopGraceExceeded, WrongEventLoop, describe
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import Host
 from asupervisor.runtime.joining import cancel_again
@@ -198,9 +198,9 @@ class Block(Generic[T]):
                 if error is not None and error is not exc:
                     host.emit(
                         "stop.error_not_raised",
-                        f"not raised, because of {type(exc or cancellations[-1]).__name__}: {error!r}",
+                        f"not raised, because of {type(exc or cancellations[-1]).__name__}: {describe(error)}",
                         level="error",
-                        error=repr(error),
+                        error=describe(error),
                     )
                 if exc is None or (cancellations and exc is not error and not interrupted):
                     raise cancellations[-1]  # a clean end does not outrank it

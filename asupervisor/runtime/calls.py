@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator
 from time import monotonic
 from typing import Any, Final
 
-from asupervisor.errors import WrongEventLoop
+from asupervisor.errors import WrongEventLoop, describe
 from asupervisor.events import EventSink
 from asupervisor.runtime.mailbox import Mailbox, Rendezvous
 
@@ -210,13 +210,13 @@ class Call(Waiter):
     def drop(self) -> None:
         """Nobody waits any more: say how it ended, whatever thread this is."""
         value, self.value = self.value, None
-        how = "it has finished and its result is dropped" if self.ok else f"it has failed: {value!r}"
+        how = "it has finished and its result is dropped" if self.ok else f"it has failed: {describe(value)}"
         self.emit(
             "run.dropped",
             f"{self.describe()} was cancelled in flight; {how}",
             level="warning",
             call=self.describe(),
-            error=None if self.ok else repr(value),
+            error=None if self.ok else describe(value),
         )
         del value
 

@@ -23,7 +23,7 @@ from typing import Any, Self, cast
 
 import anyio
 
-from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
+from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop, describe
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.joining import Worker, outlast
 from asupervisor.runtime.reports import ExcInfo, Report, StopOnException, exception_of
@@ -210,7 +210,7 @@ class Coordinator:
             try:
                 callback()
             except Exception as error:
-                self.emit("stop.callback_failed", f"a stop callback failed: {error!r}", level="error")
+                self.emit("stop.callback_failed", f"a stop callback failed: {describe(error)}", level="error")
 
     def _sort(self, report: Report) -> None:
         error = report.error
@@ -231,10 +231,10 @@ class Coordinator:
             self._primary = report
             self.emit(
                 "stop.error",
-                f"{report.where} failed, everything stops: {error!r}",
+                f"{report.where} failed, everything stops: {describe(error)}",
                 level="error",
                 where=report.where,
-                error=repr(error),
+                error=describe(error),
             )
         elif len(self._secondary) >= MOST_FURTHER_ERRORS:
             self._more += 1
@@ -242,10 +242,10 @@ class Coordinator:
             self._secondary.append(report)
             self.emit(
                 "stop.further_error",
-                f"{report.where} failed, too (not raised): {error!r}",
+                f"{report.where} failed, too (not raised): {describe(error)}",
                 level="warning",
                 where=report.where,
-                error=repr(error),
+                error=describe(error),
             )
 
     @property
@@ -290,7 +290,7 @@ class Coordinator:
         if self._primary is None:
             return
         error = self._primary.error
-        notes = [f"asupervisor: {other.where} failed, too: {other.error!r}" for other in self._secondary]
+        notes = [f"asupervisor: {other.where} failed, too: {describe(other.error)}" for other in self._secondary]
         if self._more:
             notes.append(f"asupervisor: and {self._more} more")
         for note in notes:

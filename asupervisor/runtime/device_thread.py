@@ -20,7 +20,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, Final, Protocol
 
-from asupervisor.errors import SessionClosed
+from asupervisor.errors import SessionClosed, describe
 from asupervisor.events import EventSink
 from asupervisor.runtime.calls import Call
 from asupervisor.runtime.mailbox import Mailbox, Rendezvous, forget_all
@@ -182,9 +182,9 @@ class Device:
                 except Exception as error:
                     self.emit(
                         "device.init_failed",
-                        f"the set-up of the thread of {self.name} failed: {error!r}",
+                        f"the set-up of the thread of {self.name} failed: {describe(error)}",
                         level="error",
-                        error=repr(error),
+                        error=describe(error),
                     )
             while not self.closed:
                 self._round()

@@ -108,6 +108,7 @@ class Host(Generic[T]):
         self._late_timers = 0
         self._exempt: set[Service] = set()  # who waits in `stop` or `join`, and is not waited for
         self._closing: set[Service] = set()  # those of them who wait in `join`
+        self._stoppers: set[Service] = set()  # who has called `stop`
         self._ran = False
         self._out_of_words = False  # the last words took too long once: they would again
         self._abandoned = False
@@ -466,6 +467,7 @@ class Host(Generic[T]):
         me = asyncio.current_task()
         callers = self._services.of_task(me)
         self._exempt |= callers
+        self._stoppers |= callers
         self._body_knows |= me is self.body_task if self.body_task is not None else not callers
         self._waits.ring()
         self.coordinator.request_stop()
@@ -476,7 +478,8 @@ class Host(Generic[T]):
             await asyncio.wait([self._settled])
             self.coordinator.mark_joined()
             self.coordinator.raise_requested_exception()
-            late = sorted(service.name for service in self._running_services())
+            # But for who asks: a block that ends meanwhile has the callers of `stop()` counted again.
+            late = sorted({service.name for service in self._running_services() if service not in self._stoppers})
             if late and not ignore_live_threads:
                 raise StopGraceExceeded(late, self.stop_grace_secs)
         finally:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import anyio
 
 from asupervisor.clock import Clock, SystemClock, next_boundary
+from asupervisor.errors import describe
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.joining import keep
 from asupervisor.runtime.racing import first_of
@@ -66,7 +67,7 @@ class LooperTask:
             raise ValueError(f"'coord' must be a Coordinator, not {coord!r}")
         if target is None and (args or kwargs):
             raise ValueError("'args' and 'kwargs' need a 'target' that takes them")
-        if timer_interval_secs is not None and timer_interval_secs < 0:
+        if timer_interval_secs is not None and not timer_interval_secs >= 0:  # NaN is not either
             raise ValueError(f"'timer_interval_secs' must not be negative, not {timer_interval_secs}")
         if target is not None:
             check_arguments(target, args or (), kwargs or {})
@@ -213,7 +214,7 @@ class LooperTask:
         result, error = outcome
         outcome.clear()
         if isinstance(error, StopIteration | asyncio.CancelledError):
-            raise RuntimeError(f"{getattr(function, '__qualname__', self.name)}() raised {error!r}") from error
+            raise RuntimeError(f"{getattr(function, '__qualname__', self.name)}() raised {describe(error)}") from error
         try:
             if error is not None:  # also after a cancellation: it must not be lost
                 raise error

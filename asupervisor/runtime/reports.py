@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol
 
+from asupervisor.errors import describe
+
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
@@ -75,7 +77,7 @@ def exception_of(ex: BaseException | ExcInfo) -> BaseException:
     if not isinstance(error, BaseException):
         raise TypeError(f"request_stop takes an exception or an exc_info tuple, not {ex!r}")
     if isinstance(error, StopIteration):  # could never leave a coroutine
-        boxed = RuntimeError(f"StopIteration was reported: {error!r}")
+        boxed = RuntimeError(f"StopIteration was reported: {describe(error)}")
         boxed.__cause__ = error
         return boxed
     return error

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import anyio
 from anyio.abc import TaskGroup
 
-from asupervisor.errors import WrongEventLoop
+from asupervisor.errors import WrongEventLoop, describe
 from asupervisor.events import EventSink, ServiceStatus
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.waits import set_done
@@ -66,7 +66,7 @@ class Service:
     def status(self) -> ServiceStatus:
         """A frozen copy of how it stands."""
         return ServiceStatus(
-            self.name, self.state, self.critical, None if self.last_error is None else repr(self.last_error)
+            self.name, self.state, self.critical, None if self.last_error is None else describe(self.last_error)
         )
 
 
@@ -230,8 +230,8 @@ class ServiceGroup:
         else:  # or it outlived everything: nobody but the log will see it
             self._emit(
                 "service.failed",
-                f"{service.name} failed: {error!r}",
+                f"{service.name} failed: {describe(error)}",
                 level="error",
                 service=service.name,
-                error=repr(error),
+                error=describe(error),
             )

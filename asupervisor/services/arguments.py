@@ -58,9 +58,14 @@ def checked_logdir(logdir: Any) -> str | None:
     if logdir is None:
         return None
     try:
-        return os.fsdecode(logdir) or None
+        return os.fsdecode(logdir).removeprefix("file://") or None
     except TypeError:
         raise TypeError(f"logdir must be a path, not {logdir!r}") from None
+
+
+def resolved(logdir: str) -> str:
+    """The directory as an absolute path; a remote address as it is."""
+    return logdir if "://" in logdir else os.path.abspath(logdir)  # noqa: PTH100 (links are not to be followed)
 
 
 def check_basename(basename: Any) -> None:
@@ -86,6 +91,33 @@ def check_saver(saver: Any) -> None:
             f"saver must offer {' and '.join(missing)} as tf.compat.v1.train.Saver does, {saver!r} does not. Pass "
             "saver=None to train without checkpoints."
         )
+
+
+def check_summary_op(summary_op: Any) -> None:
+    """Raise TypeError where it is a tensor, or holds one, that cannot be a serialized `Summary`."""
+    if isinstance(summary_op, list | tuple):
+        for item in summary_op:
+            check_summary_op(item)
+    elif getattr(summary_op, "dtype", tf.string) != tf.string:
+        raise TypeError(
+            "summary_op must give serialized summaries, as tf.compat.v1.summary.merge_all() does: "
+            f"{summary_op!r} gives {summary_op.dtype.name}. Pass summary_op=None to train without summaries."
+        )
+
+
+def check_global_step(global_step: Any) -> None:
+    """Raise unless it is None or an integer with one element.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It has another number of elements.
+    """
+    dtype = getattr(global_step, "dtype", None)
+    if dtype is not None and not dtype.base_dtype.is_integer:
+        raise TypeError(f"global_step must be an integer, {global_step!r} is {dtype.base_dtype.name}")
+    shape = getattr(global_step, "shape", None)
+    if shape is not None and shape.num_elements() not in (None, 1):
+        raise ValueError(f"global_step must have one element, {global_step!r} has the shape {shape}")
 
 
 def check_executor(executor: Any) -> None:

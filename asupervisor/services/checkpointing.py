@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asupervisor.checkpoint.records import CheckpointInfo, Kind, Outcome, SnapshotInfo
 from asupervisor.checkpoint.store import CheckpointStore, Snapshot
 from asupervisor.clock import Clock, SystemClock, next_boundary
-from asupervisor.errors import CheckpointNotRestored, LogdirInUse, SessionClosed
+from asupervisor.errors import CheckpointNotRestored, LogdirInUse, SessionClosed, describe
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.racing import first_of
 from asupervisor.services.last_snapshot import PATIENCE_SECS, SnapshotTaker
+from asupervisor.services.ticks import unless_stopped
 
 if TYPE_CHECKING:
     from asupervisor.runtime.coordinator import Coordinator
@@ -140,7 +141,9 @@ class CheckpointService:
             self._seen_failure = failure
             return _POSTPONED_SECS
         try:
-            await asyncio.shield(self._request())
+            # At a stop it is not waited for: the final save covers it, and its turn may never come.
+            if not await unless_stopped(self._coordinator, asyncio.shield(self._request())):
+                return None
         except SessionClosed:
             return None
         except _HOPELESS:
@@ -259,7 +262,7 @@ class CheckpointService:
         if saved is None or saved.training_runs != self._session.training_runs:
             return True
         # A train op that does not advance the global step makes no training runs. Its work is saved all the same.
-        return self._session.training_runs == 0 and self._session.statistics().runs != self._runs_saved
+        return self._session.training_runs == 0 and self._session.statistics().writing_runs != self._runs_saved
 
     # -------------------------------------------------------------------------------------- one save
 
@@ -289,7 +292,7 @@ class CheckpointService:
 
     async def _in_flight(self, snapshot: Snapshot | None) -> CheckpointInfo:
         try:
-            runs = self._session.statistics().runs
+            runs = self._session.statistics().writing_runs
             if snapshot is None:
                 if not self._ended:  # in the end nobody is held up any more
                     await self._session.side(self._store.reserve)
@@ -362,9 +365,9 @@ class CheckpointService:
         self.last_error = error
         self._emit(
             "checkpoint.failed",
-            f"a save failed, training goes on: {error!r}; the newest checkpoint is {self._store.last_prefix}",
+            f"a save failed, training goes on: {describe(error)}; the newest checkpoint is {self._store.last_prefix}",
             level="error",
-            error=repr(error),
+            error=describe(error),
             failures=self._failures,
         )
 

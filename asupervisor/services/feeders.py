@@ -27,7 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from asupervisor.errors import SessionClosed
+from asupervisor.errors import SessionClosed, describe, telling_line
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.session.session import AsyncSession
@@ -214,7 +214,7 @@ class QueueFeeders:
             try:
                 raw.run(self.runner.close_op)
             except Exception as ignored:  # the queue may be closed, or the session
-                self.emit("queue.close_failed", f"closing queue {self.queue}: {ignored!r}", level="debug")
+                self.emit("queue.close_failed", f"closing queue {self.queue}: {describe(ignored)}", level="debug")
             self.emit(
                 "queue.closed",
                 f"queue {self.queue} is closed: the input of its last feeder has ended ({_first_line(error)})",
@@ -333,7 +333,7 @@ class QueueCloser:
                 raw.run(self.group.runner.cancel_op)
             except Exception as ignored:  # the queue may be closed, or the session
                 self.group.emit(
-                    "queue.cancel_failed", f"cancelling queue {self.group.queue}: {ignored!r}", level="debug"
+                    "queue.cancel_failed", f"cancelling queue {self.group.queue}: {describe(ignored)}", level="debug"
                 )
 
 
@@ -360,7 +360,4 @@ def _no_producer(emit: EventSink, queue: str, why: str, stopping: bool = False, 
 
 
 def _first_line(error: BaseException | None) -> str:
-    if error is None:
-        return "a cancellation"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return "a cancellation" if error is None else f"{type(error).__name__}: {telling_line(error)}"

@@ -25,7 +25,7 @@ from asupervisor.checkpoint.records import CheckpointInfo, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock
-from asupervisor.errors import SessionClosed, WrongEventLoop
+from asupervisor.errors import SessionClosed, WrongEventLoop, describe
 from asupervisor.events import Level, Status
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
@@ -146,7 +146,7 @@ class SupervisedRun:
         try:
             return await self._start(host, master, config, wait_for_checkpoint, max_wait_secs, start_standard_services)
         except Exception as error:
-            self._start_error = repr(error)
+            self._start_error = describe(error)
             raise
 
     async def _start(
@@ -354,10 +354,15 @@ class SupervisedRun:
         """The session.
 
         Raises:
-            SessionClosed: There is none yet, or none any more.
+            SessionClosed: There is none any more.
+            RuntimeError: There is none yet.
         """
         if self._session is None:
-            raise SessionClosed(self._settings.name)
+            if self._final is not None:
+                raise SessionClosed(self._settings.name)
+            raise RuntimeError(
+                f"the session of {self._settings.name} is still being prepared: wait until it is entered"
+            )
         return self._session
 
     @property
@@ -452,5 +457,5 @@ class SupervisedRun:
             last_checkpoint=None if self._store is None else self._store.last_prefix,
             summary_failures=0 if self._summaries is None else self._summaries.failures,
             session=None if session is None else session.statistics(),
-            error=self._start_error if error is None else repr(error),
+            error=self._start_error if error is None else describe(error),
         )

@@ -278,13 +278,14 @@ class SummaryService:
         try:
             with self._session.graph.as_default():
                 step, data = self._compute(raw, values)
+            if data:
+                self._writer.add_summary(data, step)
         except Exception as error:
             self._failed([], error, None)
             return
         if data:
             self.recorded += 1
             self.last_step = step
-            self._writer.add_summary(data, step)
             self._emit("summary.recorded", f"summaries recorded at step {step}", level="debug", step=step)
 
     def _compute(self, raw: Any, values: Sequence[Any] | None) -> tuple[int | None, bytes]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 from asupervisor.checkpoint.lock import LogdirLock
-from asupervisor.errors import SessionClosed
+from asupervisor.errors import SessionClosed, describe
 from asupervisor.events import EventHub
 from asupervisor.runtime import signals
 from asupervisor.runtime.coordinator import Coordinator
@@ -114,7 +114,9 @@ class Surroundings:
             try:
                 await step()
             except Exception as error:
-                self.emit("session.release_failed", f"while closing: {error!r}", level="error", error=repr(error))
+                self.emit(
+                    "session.release_failed", f"while closing: {describe(error)}", level="error", error=describe(error)
+                )
         # Not at once: a signal that was held back may end the process, and the host has its last steps to do.
         asyncio.get_running_loop().call_soon(signals.unsubscribe, self._on_signal)
 

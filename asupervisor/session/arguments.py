@@ -30,6 +30,12 @@ def check_init_fn(init_fn: Any) -> None:
         raise TypeError(f"init_fn {init_fn!r} must take one argument, the session: {error}") from None
 
 
+def check_config(config: Any) -> None:
+    """Raise TypeError unless `config` is None or a ConfigProto."""
+    if config is not None and not isinstance(config, tf.compat.v1.ConfigProto):
+        raise TypeError(f"config must be a tf.compat.v1.ConfigProto, not {config!r}")
+
+
 def check_places(checkpoint_dir: str | None, checkpoint_filename_with_path: str | None) -> None:
     """Raise ValueError if both places to restore from are given."""
     if checkpoint_dir and checkpoint_filename_with_path:

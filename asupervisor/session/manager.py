@@ -22,7 +22,7 @@ from asupervisor.errors import StopRequested
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
-from asupervisor.session.arguments import check_init_fn, check_places, graph_or_default, is_async
+from asupervisor.session.arguments import check_config, check_init_fn, check_places, graph_or_default, is_async
 from asupervisor.session.masters import check_master, resolve_master
 from asupervisor.session.opening import Opening
 from asupervisor.session.readiness import READY, Readiness, check_ready, maybe_name
@@ -361,6 +361,7 @@ class SessionManager:
     ) -> Opening:
         self.restored_from = None
         check_master(master)
+        check_config(config)
         self._raise_if_stopped()
         patience = self._patience()
         opening = Opening("", self._graph, config, self._executor)

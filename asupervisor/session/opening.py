@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import tensorflow as tf
 
-from asupervisor.errors import SessionClosed
+from asupervisor.errors import SessionClosed, describe
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.session.session import CLOSE_SECS, AsyncSession
@@ -105,7 +105,7 @@ class Opening:
             if raw is not None:
                 threading.Thread(target=close_quietly, args=(raw,), daemon=True).start()
         except Exception as error:
-            log_only("session.close_failed", f"closing an abandoned session failed: {error!r}", level="debug")
+            log_only("session.close_failed", f"closing an abandoned session failed: {describe(error)}", level="debug")
         finally:
             if self._owns_executor:
                 await self.executor.aclose(GIVE_UP_SECS)
@@ -133,4 +133,4 @@ def close_quietly(raw: tf.compat.v1.Session) -> None:
     try:
         raw.close()
     except Exception as error:
-        log_only("session.close_failed", f"closing an abandoned session failed: {error!r}", level="debug")
+        log_only("session.close_failed", f"closing an abandoned session failed: {describe(error)}", level="debug")

@@ -45,6 +45,7 @@ class RunPlan:
         may_wait: What it may have to wait for: names of queues and iterators, and of ops of other kinds.
         side_lane: It only fills or closes queues, so it may wait long and must not hold up the device thread.
         feed_tensors: The tensors that are fed.
+        writes: It writes a variable, whichever.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class RunPlan:
         "may_wait",
         "side_lane",
         "touches",
+        "writes",
     )
 
     convert: Convert
@@ -90,6 +92,7 @@ class RunPlan:
         self.feed_tensors = tuple(feed_tensors)
         self.touches = touches
         self.may_wait = touches.may_wait
+        self.writes = bool(touches.variables_written)
         self.side_lane = touches.only_fills
         self.is_training = touches.trains(shared.global_step)
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from asupervisor.errors import describe
 from asupervisor.events import EventSink
 
 if TYPE_CHECKING:
@@ -126,10 +127,10 @@ class TrainingRuns:
         self.disembark(rider)
         self._emit(
             "rider.failed",
-            f"{type(rider).__name__} failed on a training run, which goes on: {error!r}",
+            f"{type(rider).__name__} failed on a training run, which goes on: {describe(error)}",
             level="error",
             rider=type(rider).__name__,
-            error=repr(error),
+            error=describe(error),
         )
 
     def _ring_alarms(self) -> None:
@@ -144,8 +145,8 @@ class TrainingRuns:
             except Exception as error:
                 self._emit(
                     "alarm.failed",
-                    f"what was due after training run {self.count} failed: {error!r}",
+                    f"what was due after training run {self.count} failed: {describe(error)}",
                     level="error",
                     training_runs=self.count,
-                    error=repr(error),
+                    error=describe(error),
                 )

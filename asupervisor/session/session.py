@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import numpy as np
 import tensorflow as tf
 
-from asupervisor.errors import SessionClosed, WrongEventLoop
+from asupervisor.errors import SessionClosed, WrongEventLoop, describe
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.calls import label_of, no_loop_here, wait_blocking
 from asupervisor.runtime.device import DeviceExecutor, Priority, refuse_running_loop
@@ -24,6 +25,7 @@ from asupervisor.runtime.mailbox import Mailbox, Rendezvous, attach, detach
 from asupervisor.runtime.statistics import Percentiles, window
 from asupervisor.runtime.threads import SideThreads
 from asupervisor.runtime.wakeup import Ending
+from asupervisor.session.arguments import is_async
 from asupervisor.session.blocking import BlockingSession
 from asupervisor.session.calls import Plans, RunCall, Undecided
 from asupervisor.session.plan import PlanCache, RunPlan
@@ -90,6 +92,7 @@ class AsyncSession:
         self._lags = window()  # of the loop, once there is one
         self._step_times, self._run_times = window(), window()
         self._run_count = 0
+        self._write_count = 0
         self._raw_closed: Ending | None = None
         self._starved_after_secs = starved_after_secs
         self._watch: StarvationWatch | None = None
@@ -164,6 +167,7 @@ class AsyncSession:
             return plan.run(feed_dict)
         finally:
             self._run_count += 1
+            self._write_count += plan.writes
 
     def _run_on_device(self, plan: RunPlan, feed_dict: Any) -> Any:
         begun = monotonic()
@@ -178,6 +182,7 @@ class AsyncSession:
             raise
         finally:
             self._run_count += 1
+            self._write_count += plan.writes
             (self._step_times if plan.is_training else self._run_times).append(monotonic() - begun)
 
     def _run_blocking(
@@ -261,8 +266,17 @@ class AsyncSession:
             SessionClosed: The session is closed.
             TypeError: `feeds` is none of these.
             ValueError: `max_steps` or `ahead` is negative.
+            TypeError: `max_steps` or `ahead` is no integer, or `stop_when` is a coroutine function.
         """
         self._bind("steps")
+        for name, count in (("ahead", ahead), ("max_steps", max_steps)):
+            if count is not None and not isinstance(count, int | np.integer):
+                raise TypeError(f"{name} must be a number of steps, not {count!r}")
+        if stop_when is not None and is_async(stop_when):
+            raise TypeError(
+                f"stop_when is called on the device thread, so it must be a plain function, not {stop_when!r}; "
+                "to await something, look at the results in the loop and leave it"
+            )
         if ahead < 0 or (max_steps is not None and max_steps < 0):
             raise ValueError(f"ahead and max_steps must not be negative: ahead={ahead}, max_steps={max_steps}")
         assert self._mailbox is not None
@@ -358,6 +372,7 @@ class AsyncSession:
         return SessionStatistics(
             name=self.name,
             runs=sum(session._run_count for session in everybody),
+            writing_runs=sum(session._write_count for session in everybody),
             training_runs=self._runs.count,
             step_time=Percentiles.of(self._step_times),
             run_time=Percentiles.of(self._run_times),
@@ -472,9 +487,9 @@ class AsyncSession:
             except Exception as error:
                 self._emit(
                     "session.close_failed",
-                    f"closing {self.name} failed: {error!r}",
+                    f"closing {self.name} failed: {describe(error)}",
                     level="warning",
-                    error=repr(error),
+                    error=describe(error),
                 )
             finally:
                 ending.signal()

@@ -15,6 +15,7 @@ class SessionStatistics:
     Attributes:
         name: The session.
         runs: Runs that have ended, of calls and of streams, all lanes.
+        writing_runs: Those of them that wrote a variable, whichever.
         training_runs: Those of them that were training runs and succeeded.
         step_time: How long a training run took on the device thread.
         run_time: How long any other run took on the device thread.
@@ -27,6 +28,7 @@ class SessionStatistics:
 
     name: str
     runs: int
+    writing_runs: int
     training_runs: int
     step_time: Percentiles
     run_time: Percentiles

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import tensorflow as tf
 
-from asupervisor.errors import WrongEventLoop
+from asupervisor.errors import WrongEventLoop, describe
 from asupervisor.runtime.calls import Waiter, boxed
 from asupervisor.runtime.mailbox import Mailbox
 from asupervisor.runtime.wakeup import Doorbell
@@ -180,11 +180,12 @@ class Steps:
 
     def report_dropped(self, error: BaseException | None) -> None:
         """An error that nobody will be raised to."""
+        told = "no error" if error is None else describe(error)
         self.session._emit(
             "stream.error_dropped",
-            f"{self.describe()} was closed, and its last step has failed: {error!r}",
+            f"{self.describe()} was closed, and its last step has failed: {told}",
             level="warning",
-            error=repr(error),
+            error=told,
             steps_run=self.steps_run,
         )
 
@@ -301,6 +302,7 @@ class Steps:
             self.started = now
             self.steps_run += 1
             session._run_count += 1
+            session._write_count += plan.writes
             (step_times if training else run_times).append(now - begun)
             out.append(result)
             if stop_when is not None and stop_when(result):
