@@ -124,6 +124,7 @@ class Incarnations:
 
         Raises:
             SessionClosed: There is none any more.
+            StopRequested: It was lost, and a stop was requested.
             BaseException: Why it cannot be recovered.
         """
         if self._recovery is not None:
@@ -138,6 +139,8 @@ class Incarnations:
             assert self.current is not None
             current = self.current
         if not current.usable:
+            if current.loss is not None and self._coord.should_stop():
+                raise StopRequested("a run on a lost session")  # there is none, and will be none
             raise SessionClosed(self._name)
         return current
 
