@@ -208,6 +208,30 @@ def test_options_that_cannot_work(
     assert not made.graph.finalized
 
 
+@pytest.mark.parametrize(
+    ("name", "make", "error"),
+    [
+        ("summary_op", lambda: tf.constant(1.0), TypeError),
+        ("summary_op", lambda: [tf.constant(1)], TypeError),
+        ("global_step", lambda: tf.constant(1.5), TypeError),
+        ("global_step", lambda: tf.constant([1, 2]), ValueError),
+    ],
+)
+def test_ops_of_the_wrong_kind(name: str, make: Any, error: type[Exception], model: Callable[..., Any]) -> None:
+    made = model()
+    with made.graph.as_default():
+        op = make()
+    with pytest.raises(error, match=name):
+        Supervisor(graph=made.graph, **{name: op})
+    assert not made.graph.finalized
+
+
+async def test_a_config_that_is_none(model: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"config must be a tf\.compat\.v1\.ConfigProto, not 5"):
+        async with Supervisor(graph=model().graph).managed_session(config=5):
+            pytest.fail("must not be entered")
+
+
 # ------------------------------------------------------------------ the directory
 
 
