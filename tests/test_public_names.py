@@ -69,7 +69,7 @@ def test_names_are_listed_and_unknown_ones_refused() -> None:
 def test_public_objects_lie_at_the_door_or_in_a_room() -> None:
     """What the door shows beside its curated names is its rooms."""
     rooms = {info.name for info in pkgutil.iter_modules(asupervisor.__path__)}
-    shown = {name for name in dir(asupervisor) if not name.startswith("_")}
+    shown = {name for name in dir(asupervisor) if name.isidentifier() and not name.startswith("_")}
     assert shown - set(asupervisor.__all__) - rooms == {"annotations", "importlib", "TYPE_CHECKING", "Any"}
 
 

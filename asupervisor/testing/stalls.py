@@ -5,7 +5,7 @@ milliseconds and divides what passed since its last look:
 
 * processor time that the loop's thread used in the meantime was used by the program;
 * of the rest, time in which the thread was ready but no processor was free (the kernel counts it, on Linux), in
-  which another thread of the process was (it may hold the lock that the loop's thread waits for), and time by which
+  which another one of Python's threads was (it may hold the lock that the loop's thread waits for), and time by which
   the watchdog itself came late (it suffers from the same crowd, and from other threads that hold the interpreter),
   belong to the machine;
 * what then remains, the thread spent waiting inside a call: a file, a lock, a TensorFlow run.
@@ -62,11 +62,13 @@ class _Lane:
         self.native_id = threading.get_native_id()
         self.began: float | None = None
         self.seen: float | None = None  # `began` of the callback that the watchdog looks at
-        self.charged = 0.0
+        self.used = 0.0
+        self.waited = 0.0
         self.worst = 0.0
         self.stack: traceback.StackSummary | None = None
         self.looked = 0.0
         self.cpu = 0.0
+        self.own_queued = 0.0
         self.queued: dict[int, float] = {}
         try:
             self.cpu_clock: int | None = time.pthread_getcpuclockid(self.ident)
@@ -81,6 +83,14 @@ class _Lane:
         except OSError:  # the thread has ended
             return self.cpu
 
+    def own_wait_secs(self) -> float:
+        """Seconds that the thread was ready to run without a processor, since the last call."""
+        before, now = self.own_queued, _queued_secs(self.native_id)
+        if now is None:
+            return 0.0
+        self.own_queued = now
+        return now - before
+
 
 def _queued_secs(native_id: int) -> float | None:
     """Seconds that a thread of this process was ready to run while no processor was free; None if unknown."""
@@ -91,10 +101,8 @@ def _queued_secs(native_id: int) -> float | None:
 
 
 def _all_queued_secs() -> dict[int, float]:
-    try:
-        ids = [int(path.name) for path in Path("/proc/self/task").iterdir()]
-    except OSError:  # not Linux
-        return {}
+    """The same of every thread that Python started; TensorFlow's own may be hundreds, and hold no lock of ours."""
+    ids = [thread.native_id for thread in threading.enumerate() if thread.native_id is not None]
     queued = {native_id: _queued_secs(native_id) for native_id in ids}
     return {native_id: secs for native_id, secs in queued.items() if secs is not None}
 
@@ -178,7 +186,7 @@ class StallWatch:
             with self._lock:
                 now = _clock()
                 self._look_at_all(now, max(0.0, now - last - self._look_secs))
-                last = now
+            last = _clock()  # what the look itself took is no lateness
 
     def _look_at_all(self, now: float, late: float) -> None:
         for lane in tuple(self._lanes):
@@ -196,24 +204,30 @@ class StallWatch:
         frame = sys._current_frames().get(lane.ident)
         if began != lane.seen:
             # All of its time so far lies after the last look.
-            lane.seen, lane.charged, lane.worst, lane.stack = began, 0.0, 0.0, None
+            lane.seen, lane.used, lane.waited, lane.worst, lane.stack = began, 0.0, 0.0, 0.0, None
             lane.looked, lane.cpu, lane.queued = now, lane.cpu_secs(), {}
+            lane.own_wait_secs()
             return
         elapsed = now - lane.looked
         cpu, lane.cpu, lane.looked = lane.cpu, lane.cpu_secs(), now
+        own_wait = lane.own_wait_secs()
         if frame is None or not self._blame(frame):
             lane.queued = {}
             return
         queued, lane.queued = lane.queued, _all_queued_secs()
+        if lane.queued and not queued:
+            return  # nothing to compare with: the next look will have it
         waits = {key: secs - queued[key] for key, secs in lane.queued.items() if key in queued}
-        own_wait = waits.pop(lane.native_id, 0.0)
+        waits.pop(lane.native_id, None)
+        # The watchdog came late because no processor was free for it, or because another thread held the interpreter.
+        held = late - waits.pop(threading.get_native_id(), 0.0)
         used = min(lane.cpu - cpu, elapsed)
-        waited = elapsed - own_wait - max(late, *waits.values(), 0.0)
-        if lane.queued and not queued:  # nothing to compare with: the next look will have it
-            waited = 0.0
-        charge = max(used, waited, 0.0)
-        lane.charged += charge
-        if charge and charge >= lane.worst:
+        # May be negative: the kernel counts a wait for a processor when it is over, so it belongs to earlier looks.
+        waited = elapsed - own_wait - max(held, *waits.values(), 0.0)
+        lane.used += used
+        lane.waited += waited
+        charge = max(used, waited)
+        if charge >= lane.worst:
             lane.worst = charge
             # The lines are read from the sources only where they are printed.
             lane.stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
@@ -223,8 +237,11 @@ class StallWatch:
         if lane.seen is None:
             return
         began, lane.seen = lane.seen, None
-        if lane.charged > self.limit_secs and lane.stack is not None:
-            self.stalls.append(Stall(lane.charged, now - began, _format(lane.stack)))
+        charged = max(lane.used, lane.waited)
+        if charged > self.limit_secs and lane.stack is not None:
+            charged = max(lane.used, lane.waited - lane.own_wait_secs())
+            if charged > self.limit_secs:
+                self.stalls.append(Stall(charged, now - began, _format(lane.stack)))
 
 
 def _format(stack: traceback.StackSummary) -> str:
