@@ -192,14 +192,17 @@ class Coordinator:
         here = loop is not None and not loop.is_closed() and _running_loop() is loop
         if here:
             self._rung = False
+        news: list[tuple[str, Report]] = []
         with self._drain_lock:
             for _ in range(len(self._inbox)):  # what comes meanwhile has rung again
-                self._sort(self._inbox.popleft())
-            if not self._stop:
-                return
-            if self._stop_seen_at is None:
+                report = self._inbox.popleft()
+                news.append((self._sort(report), report))
+            if self._stop and self._stop_seen_at is None:
                 self._stop_seen_at = time.monotonic()
-        if not here:
+        # Not under the lock: a log handler holds locks of its own, and may look at us on any thread.
+        for kind, report in news:
+            self._tell(kind, report)
+        if not (self._stop and here):
             return
         for waiter in tuple(self._waiters):
             if not waiter.done():
@@ -212,39 +215,46 @@ class Coordinator:
             except Exception as error:
                 self.emit("stop.callback_failed", f"a stop callback failed: {describe(error)}", level="error")
 
-    def _sort(self, report: Report) -> None:
+    def _sort(self, report: Report) -> str:
+        """Put a report where it belongs; the kind of event that it makes, or an empty string."""
         error = report.error
         if any(error is known.error for known in (self._primary, *self._secondary) if known is not None):
-            return
+            return ""
         if isinstance(error, self.clean_stop_exception_types):
             if self._clean is None:
                 self._clean = report
-            self.emit("stop.clean", f"clean end, told by {report.where}: {_first_line(error)}", where=report.where)
-        elif report.after_stop and isinstance(error, self.consequence_types):
-            self.emit(
-                "stop.echo",
-                f"{report.where} ended with the stop: {_first_line(error)}",
-                level="debug",
-                where=report.where,
-            )
-        elif self._primary is None:
+            return "stop.clean"
+        if report.after_stop and isinstance(error, self.consequence_types):
+            return "stop.echo"
+        if self._primary is None:
             self._primary = report
+            return "stop.error"
+        if len(self._secondary) >= MOST_FURTHER_ERRORS:
+            self._more += 1
+            return ""
+        self._secondary.append(report)
+        return "stop.further_error"
+
+    def _tell(self, kind: str, report: Report) -> None:
+        error, where = report.error, report.where
+        if kind == "stop.clean":
+            self.emit(kind, f"clean end, told by {where}: {_first_line(error)}", where=where)
+        elif kind == "stop.echo":
+            self.emit(kind, f"{where} ended with the stop: {_first_line(error)}", level="debug", where=where)
+        elif kind == "stop.error":
             self.emit(
-                "stop.error",
-                f"{report.where} failed, everything stops: {describe(error)}",
+                kind,
+                f"{where} failed, everything stops: {describe(error)}",
                 level="error",
-                where=report.where,
+                where=where,
                 error=describe(error),
             )
-        elif len(self._secondary) >= MOST_FURTHER_ERRORS:
-            self._more += 1
-        else:
-            self._secondary.append(report)
+        elif kind:
             self.emit(
-                "stop.further_error",
-                f"{report.where} failed, too (not raised): {describe(error)}",
+                kind,
+                f"{where} failed, too (not raised): {describe(error)}",
                 level="warning",
-                where=report.where,
+                where=where,
                 error=describe(error),
             )
 

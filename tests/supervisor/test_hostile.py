@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import io
+import logging
 import os
 import random
 import shutil
@@ -351,6 +353,45 @@ async def test_a_disk_that_is_full_to_the_end(counter: Callable[..., Any], tmp_p
             await sess.run(made.train)
             raise KeyError("body")
     assert "No space left" in "".join(raised.value.__notes__)
+
+
+# ------------------------------------------------------------------ logging
+
+
+async def test_a_log_formatter_that_asks_for_the_status(counter: Callable[..., Any]) -> None:
+    """It holds the handler's lock, on several threads, while errors come in: nobody waits for anybody."""
+    made = counter()
+    sv = Supervisor(graph=made.graph, stop_grace_secs=5)
+    lines: list[str] = []
+
+    class Formatter(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            lines.append(sv.status().state)
+            return super().format(record)
+
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(Formatter())
+    log = logging.getLogger("asupervisor")
+    log.addHandler(handler)
+
+    def chat() -> None:
+        while not sv.should_stop():
+            log.warning("still here")
+
+    try:
+        for turn in range(5):
+            with pytest.raises(ValueError, match=f"error {turn}.0"):
+                async with sv.managed_session() as sess:
+                    for _ in range(3):
+                        sv.loop(60, chat)
+                    for _ in range(5):
+                        await sess.run(made.train)
+                    for number in range(5):
+                        sv.request_stop(ValueError(f"error {turn}.{number}"))
+                    await sv.wait_for_stop()
+    finally:
+        log.removeHandler(handler)
+    assert "running" in lines
 
 
 # ------------------------------------------------------------------ loops and processes
