@@ -6,8 +6,7 @@ milliseconds and divides what passed since its last look:
 * processor time that the loop's thread used in the meantime was used by the program;
 * of the rest, time in which the thread was ready but no processor was free (the kernel counts it, on Linux), in
   which another one of Python's threads was (it may hold the lock that the loop's thread waits for), and time by which
-  the watchdog itself came late (it suffers from the same crowd, and from other threads that hold the interpreter),
-  belong to the machine;
+  the watchdog came late though a processor was free (another thread held the interpreter), is not charged;
 * what then remains, the thread spent waiting inside a call: a file, a lock, a TensorFlow run.
 
 The stack at that moment decides who is charged. Only callbacks of asyncio's own loops are seen; uvloop has its
