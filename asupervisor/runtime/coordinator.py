@@ -407,6 +407,15 @@ class Coordinator:
         """Have `join` wait for a thread or a task as well."""
         self._registered.append(thread)
 
+    @property
+    def registered(self) -> tuple[Worker, ...]:
+        """The threads and tasks that registered since the last `join`."""
+        return tuple(self._registered)
+
+    def forget_registered(self) -> None:
+        """Forget them; for whoever has joined them."""
+        self._registered = []
+
     async def join(
         self,
         threads: Iterable[Worker] | None = None,

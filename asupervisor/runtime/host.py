@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Coroutine
@@ -30,7 +31,7 @@ import anyio
 from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.coordinator import Coordinator
-from asupervisor.runtime.joining import cancel_again, keep
+from asupervisor.runtime.joining import Worker, cancel_again, keep, outlast, still_running
 from asupervisor.runtime.service import Service, ServiceGroup
 from asupervisor.runtime.waits import Waits, set_done
 
@@ -109,6 +110,7 @@ class Host(Generic[T]):
         self._exempt: set[Service] = set()  # who waits in `stop` or `join`, and is not waited for
         self._closing: set[Service] = set()  # those of them who wait in `join`
         self._stoppers: set[Service] = set()  # who has called `stop`
+        self._askers: set[asyncio.Task[Any]] = set()  # tasks that wait in `stop` or `join`
         self._ran = False
         self._out_of_words = False  # the last words took too long once: they would again
         self._abandoned = False
@@ -424,9 +426,11 @@ class Host(Generic[T]):
             if not in_time and close_now is not None:
                 close_now()  # it hangs, or was cancelled with everything else: what can be closed now, is
         self._late = sorted(service.name for service in set(self._services.running()) - self._closing)
+        self._late += still_running(self._registered_workers())
         for label, stack in self._busy_threads() if self._busy_threads is not None else ():
             self._late.append(label)
             self._late_stack = self._late_stack or stack
+        self.coordinator.forget_registered()
         self._finished.set_result(None)
 
     async def _services_end(self) -> None:
@@ -443,6 +447,29 @@ class Host(Generic[T]):
         if not self._exempt and not self._running_services():
             left = max(0.0, deadline - self.loop.time())
             await self._waits.outwait([self._main_ended], left)
+        await self._registered_end()
+
+    async def _registered_end(self) -> None:
+        """Threads and tasks that registered with the coordinator have the same grace as the services."""
+        workers = self._registered_workers()
+        if not still_running(workers):
+            return
+        ended = keep(self.loop.create_task(outlast(workers, self._stopping, self.grace_left)))
+        await self._waits.outwait([ended, self._grace_over], None, any_of=True)
+        if not ended.done():  # somebody is in a hurry: tasks can be told, threads cannot
+            ended.cancel()
+            for worker in workers:
+                if not isinstance(worker, threading.Thread):
+                    worker.cancel()
+
+    def _registered_workers(self) -> list[Worker]:
+        """Those that registered, but for whoever waits for them here."""
+        waiting = {self.body_task, *self._askers} - {None}
+        return [
+            worker
+            for worker in self.coordinator.registered
+            if worker not in waiting and getattr(worker, "running_in", None) not in waiting
+        ]
 
     async def _last_words(self) -> None:
         if self._settle is None or not self._ran or self._startup_error is not None or self._waits.interrupts > 1:
@@ -468,6 +495,8 @@ class Host(Generic[T]):
         callers = self._services.of_task(me)
         self._exempt |= callers
         self._stoppers |= callers
+        if me is not None:
+            self._askers.add(me)
         self._body_knows |= me is self.body_task if self.body_task is not None else not callers
         self._waits.ring()
         self.coordinator.request_stop()
@@ -480,6 +509,7 @@ class Host(Generic[T]):
             self.coordinator.raise_requested_exception()
             # But for who asks: a block that ends meanwhile has the callers of `stop()` counted again.
             late = sorted({service.name for service in self._running_services() if service not in self._stoppers})
+            late += still_running(self._registered_workers())
             if late and not ignore_live_threads:
                 raise StopGraceExceeded(late, self.stop_grace_secs)
         finally:
@@ -494,6 +524,8 @@ class Host(Generic[T]):
         """
         self._check_loop("join()")
         self._closing |= (callers := self._services.of_task(asyncio.current_task()))
+        if (me := asyncio.current_task()) is not None:
+            self._askers.add(me)
         self._exempt |= callers
         self._waits.ring()
         cancellations: list[CancelledError] = []
@@ -538,6 +570,7 @@ class Host(Generic[T]):
         self._waits.on_interrupt = _nothing
         self.on_body_overdue = None
         self.body_task = None
+        self._askers = set()
 
     @property
     def grace_left(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import anyio
@@ -58,6 +59,17 @@ Worker = threading.Thread | asyncio.Task[Any] | Joinable
 
 def _name_of(worker: Worker) -> str:
     return worker.get_name() if isinstance(worker, asyncio.Task) else worker.name
+
+
+def still_running(workers: Iterable[Worker]) -> list[str]:
+    """The names of those that have not ended, sorted."""
+    return sorted(_name_of(worker) for worker in workers if not _has_ended(worker))
+
+
+def _has_ended(worker: Worker) -> bool:
+    if isinstance(worker, threading.Thread):
+        return not worker.is_alive()
+    return worker.done() if isinstance(worker, asyncio.Task) else worker.ended.done()
 
 
 async def outlast(workers: list[Worker], stopped: asyncio.Future[None], grace_secs: float) -> list[str]:

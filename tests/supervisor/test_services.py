@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from asupervisor import DeviceExecutor, SessionManager, Supervisor
+from asupervisor import DeviceExecutor, SessionManager, StopGraceExceeded, Supervisor
 from asupervisor.testing import ManualClock
 
 tf1 = tf.compat.v1
@@ -275,6 +275,103 @@ async def test_many_loops_do_not_wait_for_one_another(counter: Callable[..., Any
         for _ in range(60):
             sv.loop(3600, barrier.wait, (30,))
         await asyncio.to_thread(barrier.wait, 30)
+
+
+# ------------------------------------------------------------------ threads of the user's own
+
+
+async def test_registered_threads_and_tasks_are_joined(counter: Callable[..., Any]) -> None:
+    """What registers with the coordinator is waited for, while the session can still be used."""
+    made = counter()
+    sv = Supervisor(graph=made.graph, stop_grace_secs=60)
+    seen: list[str] = []
+
+    def thread_body() -> None:
+        while not sv.should_stop():
+            sess.blocking.run(made.train)
+        sess.blocking.run(made.train)
+        seen.append("thread")
+
+    async def task_body() -> None:
+        await sv.wait_for_stop()
+        await sess.run(made.train)
+        seen.append("task")
+
+    async with sv.managed_session() as sess:
+        thread = threading.Thread(target=thread_body)
+        sv.coord.register_thread(thread)
+        thread.start()
+        task = asyncio.ensure_future(task_body())
+        sv.coord.register_thread(task)
+        sv.coord.register_thread(asyncio.current_task())  # who waits is not waited for
+        await sess.run(made.train)
+    assert sorted(seen) == ["task", "thread"]
+    assert not thread.is_alive()
+    assert task.done()
+    async with sv.managed_session():
+        pass  # they are forgotten
+
+
+async def test_registered_stragglers_are_named(counter: Callable[..., Any], caplog: Any) -> None:
+    made = counter()
+    sv = Supervisor(graph=made.graph, stop_grace_secs=0.05)
+    release = threading.Event()
+    cancelled: list[bool] = []
+
+    async def task_body() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    def start() -> threading.Thread:
+        thread = threading.Thread(target=release.wait, args=(60,), name="deaf thread")
+        thread.start()
+        sv.coord.register_thread(thread)
+        sv.coord.register_thread(asyncio.ensure_future(task_body()))
+        return thread
+
+    try:
+        with pytest.raises(StopGraceExceeded, match="deaf thread"):
+            async with sv.managed_session():
+                threads = [start()]
+                await asyncio.sleep(0)
+                sv.request_stop()
+        assert cancelled == [True], "a task is cancelled after the grace, a thread cannot be"
+        async with sv.managed_session():
+            threads.append(start())
+        assert "still running after the stop: deaf thread" in caplog.text, "after a success it is a warning"
+        sess = await sv.prepare_or_wait_for_session()
+        threads.append(start())
+        with pytest.raises(StopGraceExceeded, match="deaf thread"):
+            await sv.stop()
+        await sess.close()
+    finally:
+        release.set()
+    for thread in threads:
+        thread.join()
+
+
+async def test_stop_waits_for_the_threads_that_it_is_given(counter: Callable[..., Any]) -> None:
+    made = counter()
+    sv = Supervisor(graph=made.graph, stop_grace_secs=0.1)
+    release = threading.Event()
+    obedient = threading.Thread(target=lambda: [None for _ in iter(sv.should_stop, True)])
+    deaf = threading.Thread(target=release.wait, args=(60,), name="deaf thread")
+    async with sv.managed_session():
+        obedient.start()
+        await sv.stop([obedient])
+        assert not obedient.is_alive()
+        deaf.start()
+        try:
+            with pytest.raises(StopGraceExceeded, match="deaf thread"):
+                await sv.stop([deaf])
+            await sv.stop([deaf], ignore_live_threads=True)
+        finally:
+            release.set()
+        await sv.stop([deaf])
+    assert not deaf.is_alive()
 
 
 # ------------------------------------------------------------------ pause and resume
