@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -139,7 +140,8 @@ class Child:
         deadline = time.monotonic() + timeout_secs
         while text not in self.output:
             if time.monotonic() > deadline:
-                os.kill(self.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
                 raise AssertionError(f"{text!r} did not come:\n{self.output}")
             time.sleep(0.005)
 

@@ -118,7 +118,8 @@ def slow_save(logdir: str, **options: Any) -> None:
 
     async def main() -> None:
         async with sv.managed_session() as sess:
-            await sess.run(made.train)
+            await sv.save()
+            await sess.run(made.train)  # so there is something to save in the end
             print("running", flush=True)
             await sv.wait_for_stop()
 
