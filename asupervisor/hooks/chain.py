@@ -195,7 +195,8 @@ class HookChain:
             options: The caller's, or None.
             run_metadata: The caller's, or None.
             on_device: Where plain methods run.
-            fills_only: All that the caller's fetches do is to fill or close a queue: this may wait for another run.
+            fills_only: All that the caller's fetches do is to fill or close a queue. Another run may wait for it, so it
+                waits for none, and `on_device` is a side thread.
         """
         if fills_only:
             return await self._run_from_loop(session, fetches, feed_dict, options, run_metadata, on_device, "side")

@@ -8,9 +8,9 @@ TensorFlow's own hooks fetch the global step along, and expect the step before t
 one they get: it is a matter of how the ops are scheduled. So merged runs are scheduled as `Session.run` does it, never
 in the calling thread.
 
-All of it is one piece of work on the device thread. Where the caller's fetches do nothing but fill or close a queue,
-the merged run happens on the side thread that calls, and only the hooks on the device thread: the step that occupies it
-may be waiting for exactly that element.
+All of it is one piece of work on the device thread. Where the caller's fetches do nothing but fill or close a queue, it
+is one on the side thread that calls, hooks and all: the step that occupies the device thread may be waiting for exactly
+that element.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from asupervisor.hooks.merging import Merged, frozen_structure
 from asupervisor.session.plan import PlanCache
 
 if TYPE_CHECKING:
-    from asupervisor.runtime.device import DeviceExecutor
     from asupervisor.session.plan import RunPlan
     from asupervisor.session.rider import Rider, TrainingRuns
 
@@ -44,7 +43,6 @@ class HookedPlans:
         global_step: See `PlanCache`.
         runs: The training runs of the session, with their riders.
         raw: TensorFlow's session.
-        executor: Whose device thread the hooks belong to.
     """
 
     def __init__(
@@ -54,14 +52,12 @@ class HookedPlans:
         global_step: Any,
         runs: TrainingRuns,
         raw: tf.compat.v1.Session,
-        executor: DeviceExecutor,
     ) -> None:
         self.chain = chain
         self.plans = plans
         self.merged = PlanCache(raw, global_step=global_step, inline=False)
         self.runs = runs
         self.raw = raw
-        self.executor = executor
         # By the id of the caller's own plan, which each of them holds.
         self._hooked: OrderedDict[int, HookedPlan] = OrderedDict()
 
@@ -148,32 +144,18 @@ class HookedPlan:
         return self.execute(feed_dict)
 
     def execute(self, feed_dict: Any) -> Any:
-        """Run it, with its hooks; on the device thread, or on a side thread where it only fills a queue."""
+        """Run it, with its hooks, on the thread that is meant for it."""
         of = self._of
-        if self.side_lane and not of.executor.on_device_thread():
-            return self._execute_aside(feed_dict)
         with of.raw.graph.as_default():
             context, merged = self._before(feed_dict)
             plan = self._plan(merged)
             args = plan.convert(merged.feed_dict)
-            if plan.is_training:
+            if plan.is_training and not self.side_lane:
                 self.is_training = True
                 results = of.runs.run(plan, args)
             else:
                 results = plan.execute(args)
             of.chain.after(context, merged, results)
-        return results[0]
-
-    def _execute_aside(self, feed_dict: Any) -> Any:
-        of = self._of
-
-        def entered(fn: Callable[..., Any], *args: Any) -> Any:
-            with of.raw.graph.as_default():
-                return fn(*args)
-
-        context, merged = of.executor.call_blocking(entered, self._before, feed_dict, label="before_run")
-        results = self._plan(merged).run(merged.feed_dict)
-        of.executor.call_blocking(entered, of.chain.after, context, merged, results, label="after_run")
         return results[0]
 
     def _before(self, feed_dict: Any) -> tuple[Any, Merged]:

@@ -186,7 +186,7 @@ class Incarnation:
 
     def _with_hooks(self, plans: Any, runs: Any) -> tuple[Any, Any]:
         session, chain = self.plain, self._of.chain
-        hooked = HookedPlans(chain, plans, self._global_step, runs, session.raw, session.executor)
+        hooked = HookedPlans(chain, plans, self._global_step, runs, session.raw)
         return hooked, HookedRuns(runs)
 
     def _look_whether_done(self) -> None:
@@ -214,8 +214,8 @@ class Incarnation:
         return await self.plain.executor.call(call, label=getattr(fn, "__qualname__", "hook"))
 
     async def on_side(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn(*args)` on a side thread."""
-        return await self.plain.executor.side(fn, *args)
+        """Run `fn(*args)` on a side thread, with the graph entered."""
+        return await self.plain.side(lambda raw: fn(*args))
 
     # ------------------------------------------------------------------ use
 

@@ -410,8 +410,9 @@ class MonitoredSession:
         if incarnation.hooked is not None:
             return await incarnation.hooked.run(fetches, feed_dict, options, run_metadata)
         fills_only = await incarnation.only_fills(fetches, feed_dict)
+        on_thread = incarnation.on_side if fills_only else incarnation.on_device
         return await self._chain.run_from_loop(
-            incarnation.plain, fetches, feed_dict, options, run_metadata, incarnation.on_device, fills_only=fills_only
+            incarnation.plain, fetches, feed_dict, options, run_metadata, on_thread, fills_only=fills_only
         )
 
     async def run_step_fn(self, step_fn: Callable[..., Any]) -> Any:

@@ -197,8 +197,8 @@ class _Source:
     """The user's feeds, kept until their steps have run.
 
     One stream after another pulls from it. A pull of an older stream may still be under way when the next one begins
-    (a generator that waits): the lock lets them come one after the other, and what the old one brings is kept for the
-    new one.
+    (a generator that waits): `_pulling` lets them come one after the other, and what the old one brings is kept for the
+    new one. `_lock` guards the lists only and is never held for long, since the event loop takes it, too.
 
     Args:
         feeds: See `AsyncSession.steps`.
@@ -212,6 +212,7 @@ class _Source:
         self._feeds = feeds
         self._fixed = feeds is None or isinstance(feeds, Mapping)
         self._copy = copy
+        self._pulling = threading.Lock()
         self._lock = threading.Lock()
         self._taken: deque[Any] = deque()  # by the present stream, the oldest first; some of them have been run
         self._again: deque[Any] = deque()  # taken by an earlier stream, and not run
@@ -259,32 +260,34 @@ class _Source:
             self._forgotten += 1
 
     def _kept(self, feed: Any, epoch: int) -> Any:
-        """A feed that came; under the lock."""
+        """A feed that came, as the stream that asked gets it."""
         if feed is _END:
             self._ended = True
             return None
         if self._copy:
             feed = _copied(feed)
-        if epoch != self._epoch:  # the stream that asked has ended meanwhile
-            self._again.append(feed)
-            return None
-        self._taken.append(feed)
+        with self._lock:
+            if epoch != self._epoch:  # that stream has ended meanwhile
+                self._again.append(feed)
+                return None
+            self._taken.append(feed)
         return feed
 
     def _known(self, epoch: int) -> Any:
         """A feed that need not be asked for, None at the end, or `_END` where the user must be asked."""
-        if epoch != self._epoch:
-            return None
-        self._forget()
-        if self._again:
-            feed = self._again.popleft()
-            self._taken.append(feed)
-            return feed
+        with self._lock:
+            if epoch != self._epoch:
+                return None
+            self._forget()
+            if self._again:
+                feed = self._again.popleft()
+                self._taken.append(feed)
+                return feed
         return None if self._ended else _END
 
     def _pull(self, epoch: int) -> Any:
         """The next feed, or None; on a side thread."""
-        with self._lock:
+        with self._pulling:
             feed = self._known(epoch)
             if feed is not _END:
                 return feed
