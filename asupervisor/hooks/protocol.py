@@ -36,10 +36,10 @@ class AsyncSessionRunHook:
     thread with the graph entered and gets TensorFlow's session: it may call `session.run` there. Override what is
     needed. See the timeline at the top of `asupervisor.hooks`.
 
-    Runs with their hooks do not overlap, unless all that a run does is to fill or close a queue: it has its hooks beside
-    the others, and plain methods are called on a side thread then. A plain method that
-    raises StopIteration, or a coroutine function that raises StopAsyncIteration, ends the block cleanly, as does
-    `StopRequested`; any other exception leaves the run as it is.
+    Runs with their hooks do not overlap, unless all that a run does is to fill or close a queue: it has its hooks
+    beside the others, and plain methods are called on a side thread then. A plain method that raises StopIteration, or
+    a coroutine function that raises StopAsyncIteration, ends the block cleanly, as does `StopRequested`; any other
+    exception leaves the run as it is.
 
     Source: `tf.compat.v1.train.SessionRunHook`.
     """
