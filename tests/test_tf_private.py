@@ -228,3 +228,105 @@ def test_padded_step_numbers(graph: tf.Graph) -> None:
         assert _tf.pads_step_number(tf.compat.v1.train.Saver(pad_step_number=True))
         assert not _tf.pads_step_number(tf.compat.v1.train.Saver())
     assert not _tf.pads_step_number(object())
+
+
+# ------------------------------------------------------------------------------- monitored sessions and hooks
+
+
+def test_last_step_of_a_hook(graph: tf.Graph) -> None:
+    from tensorflow.python.training import basic_session_run_hooks
+
+    hook = tf.compat.v1.train.StopAtStepHook(last_step=7)
+    assert _tf.last_step_of(hook) == 7
+    assert _tf.last_step_of(basic_session_run_hooks._MultiStepStopAtStepHook(last_step=8)) == 8
+    by_number = tf.compat.v1.train.StopAtStepHook(num_steps=3)
+    assert _tf.last_step_of(by_number) is None  # not known before the session is
+    with graph.as_default(), tf.compat.v1.Session() as session:
+        step = tf.compat.v1.train.get_or_create_global_step()
+        session.run(step.initializer)
+        by_number.begin()
+        by_number.after_create_session(session, None)
+    assert _tf.last_step_of(by_number) == 3
+    assert _tf.last_step_of(tf.compat.v1.train.LoggingTensorHook([], every_n_iter=1)) is None
+    del hook._last_step
+    assert _tf.last_step_of(hook) is None  # then a finished job makes one step too many, as TensorFlow's
+
+
+def test_whether_the_session_raised(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, *_ = call
+    with session.graph.as_default():
+        bad = tf.compat.v1.check_numerics(tf.constant(1.0) / tf.constant(0.0), "inf")
+        value = tf.compat.v1.placeholder(tf.float32, [])
+    for run in (lambda: session.run(bad), lambda: PlanCache(session).plan(bad).run()):
+        with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+            run()
+        assert _tf.raised_by_session(raised.value)
+    with pytest.raises(tf.errors.AbortedError) as raised_here:
+        raise tf.errors.AbortedError(None, None, "by hand")
+    assert not _tf.raised_by_session(raised_here.value)
+    assert not _tf.raised_by_session(ValueError("never raised"))
+    monkeypatch.setattr(_tf, "_session", None)
+    assert not _tf.raised_by_session(raised.value)  # then a user's error is believed to be the user's
+    del value
+
+
+def test_init_fn_of_a_scaffold(graph: tf.Graph) -> None:
+    def init_fn(scaffold: Any, session: Any) -> None:
+        raise AssertionError
+
+    with graph.as_default():
+        scaffold = tf.compat.v1.train.Scaffold(init_fn=init_fn)
+        assert _tf.init_fn_of(scaffold) is init_fn
+        assert _tf.init_fn_of(tf.compat.v1.train.Scaffold()) is None
+    del scaffold._user_init_fn
+    assert _tf.init_fn_of(scaffold) is None  # then a coroutine function is refused, with an error
+
+
+def test_settings_of_session_creators(graph: tf.Graph) -> None:
+    train = tf.compat.v1.train
+    with graph.as_default():
+        scaffold, config = train.Scaffold(), tf.compat.v1.ConfigProto()
+        chief = train.ChiefSessionCreator(scaffold, "m", config, "d", "f")
+        worker = train.WorkerSessionCreator(scaffold, "m", config, 7)
+        own = type("Own", (train.ChiefSessionCreator,), {})()
+    common = {"scaffold": scaffold, "master": "m", "config": config}
+    assert _tf.session_creator_settings(chief) == common | {
+        "checkpoint_dir": "d",
+        "checkpoint_filename_with_path": "f",
+        "is_chief": True,
+    }
+    assert _tf.session_creator_settings(worker) == common | {"max_wait_secs": 7, "is_chief": False}
+    assert _tf.session_creator_settings(own) is None
+    assert _tf.session_creator_settings(object()) is None
+    del chief._master
+    assert _tf.session_creator_settings(chief) is None  # then it makes its sessions itself
+
+
+def test_a_trace_for_chrome(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    session, *_ = call
+    with session.graph.as_default():
+        op = tf.constant(1.0) + 1.0
+    metadata = tf.compat.v1.RunMetadata()
+    session.run(op, options=tf.compat.v1.RunOptions(trace_level=3), run_metadata=metadata)
+    trace = _tf.chrome_trace(metadata.step_stats)
+    assert trace is not None
+    assert json.loads(trace)["traceEvents"]
+    monkeypatch.setitem(sys.modules, "tensorflow.python.client.timeline", None)
+    monkeypatch.delattr(sys.modules["tensorflow.python.client"], "timeline")
+    assert _tf.chrome_trace(metadata.step_stats) is None  # then there is a summary only
+
+
+def test_a_graph_can_be_unfinalized(graph: tf.Graph) -> None:
+    graph.finalize()
+    assert _tf.unfinalize(graph)
+    assert not graph.finalized
+    assert not _tf.unfinalize(types.SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_a_nonfinite_error_is_what_tensorflows_hook_raises() -> None:
+    error = _tf.NonFiniteError("loss", 2, 7)
+    assert isinstance(error, tf.compat.v1.train.NanLossDuringTrainingError)
+    assert "'loss' has 2 NaN or infinite values at about step 7" in str(error)
+    assert (error.tensor, error.count, error.step) == ("loss", 2, 7)
