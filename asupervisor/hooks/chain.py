@@ -7,6 +7,7 @@ from the event loop (`HookChain.run_from_loop`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -115,10 +116,30 @@ class HookChain:
         if first is not None:
             outcome = HookOutcome("error", first)
         while self._begun:
-            finish = getattr(self._begun.pop(0), "finish", None)
-            if finish is not None:
-                errors.append(await self._last_call(finish, session, (outcome,), on_device))
+            hook = self._begun.pop(0)
+            finish = getattr(hook, "finish", None)
+            if finish is None:
+                continue
+            started: list[bool] = []
+            try:
+                errors.append(await self._last_call(_noting(finish, started), session, (outcome,), on_device))
+            except BaseException:
+                if not started:  # cancelled in the queue of the device thread: it was not called
+                    self._begun.insert(0, hook)
+                raise
         return [error for error in errors if error is not None]
+
+    def tell_of_missing_calls(self) -> None:
+        """Name the hooks whose last call could not be made."""
+        if self._begun:
+            names = [type(hook).__name__ for hook in self._begun]
+            self._begun.clear()
+            self._emit(
+                "hook.no_last_call",
+                f"hooks that had no last call, since their thread is stuck: {' '.join(names)}",
+                level="error",
+                hooks=names,
+            )
 
     async def _last_call(
         self,
@@ -242,6 +263,25 @@ class HookChain:
         if of_loop.stop_requested or of_thread.stop_requested:
             self.stop_requested = True
         return results[0]
+
+
+def _noting(method: Callable[..., Any], started: list[bool]) -> Callable[..., Any]:
+    """The same method, of the same kind, which notes that it was called."""
+    if is_async(method):
+
+        @functools.wraps(method)
+        async def acall(*args: Any) -> Any:
+            started.append(True)
+            return await method(*args)
+
+        return acall
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        started.append(True)
+        return method(*args)
+
+    return call
 
 
 def raised_by_a_hook(error: BaseException) -> bool:

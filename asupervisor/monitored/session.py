@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+import anyio
 import tensorflow as tf
 
 from asupervisor import _tf
@@ -40,7 +41,7 @@ from asupervisor.recovery import RecoveryPolicy
 from asupervisor.runtime.block import Block
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
-from asupervisor.runtime.host import Host
+from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.services.surroundings import Surroundings
 from asupervisor.session.elements import resolve_graph
 from asupervisor.session.session import AsyncSession
@@ -352,7 +353,9 @@ class MonitoredSession:
         # A startup that failed, or last words that were cut short: what began gets its last call.
         outcome = self._how_it_ends()
         try:
-            await self._chain.end(None, outcome, self._on_thread)
+            with anyio.move_on_after(KILL_GRACE_SECS):  # the device thread may be stuck
+                await self._chain.end(None, outcome, self._on_thread)
+            self._chain.tell_of_missing_calls()
             self._note_outcome(outcome)
             await self._incarnations.end(outcome, lost=True)
         finally:
