@@ -13,7 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow as tf
 
-from tests.benchmarks import checkpoints, latency, steps, supervisors
+from tests.benchmarks import checkpoints, latency, monitored, steps, supervisors
 from tests.benchmarks.measure import Report, say
 
 PARTS = {
@@ -25,6 +25,8 @@ PARTS = {
     "many": supervisors.many,
     "imports": supervisors.imports,
     "saves": checkpoints.stalls,
+    "monitored": monitored.steps,
+    "hooks": monitored.hooks,
 }
 
 
