@@ -1,0 +1,1 @@
+"""Chief, workers and parameter servers that come and go."""
