@@ -62,8 +62,14 @@ class HookChain:
     async def begin(self, on_device: OnDevice) -> None:
         """Call every hook's `begin`."""
         for hook in self.hooks:
+            started: list[bool] = []
             self._begun.append(hook)
-            await _call(hook.begin, (), on_device)
+            try:
+                await _call(_noting(hook.begin, started), (), on_device)
+            except BaseException:
+                if not started:  # cancelled in the queue of the device thread: it has not begun
+                    self._begun.remove(hook)
+                raise
 
     async def after_create_session(
         self,
@@ -89,7 +95,7 @@ class HookChain:
         for hook in self.hooks:
             last_step = _tf.last_step_of(hook)
             reached = last_step is not None and global_step is not None and global_step >= last_step
-            if reached or (_can_tell(hook) and hook.is_done(global_step)):
+            if reached or (_can_tell(hook) and _says_done(hook, global_step)):
                 self.stop_requested = True
                 self._emit(
                     "session.nothing_to_do",
@@ -151,6 +157,8 @@ class HookChain:
         for_whom = session if session is None or is_async(method) else session.raw
         try:
             await _call(method, (for_whom, *args), on_device)
+        except StopRequested:  # or StopIteration: it asks for the end, and this is the end
+            return None
         except Exception as error:
             name = getattr(method, "__qualname__", repr(method))
             self._emit("hook.failed", f"{name} failed: {error!r}", level="error", hook=name, error=repr(error))
@@ -245,8 +253,6 @@ class HookChain:
                 args = await _call(hook.before_run, (context,), on_device)
                 if args is not None:
                     merged.add(number, checked(args, hook))
-        except StopAsyncIteration as error:
-            raise StopRequested(_A_RUN) from error
         except Exception as error:
             _mark(error)
             raise
@@ -255,8 +261,6 @@ class HookChain:
             for number, (hook, (_, asynchronous)) in enumerate(zip(self.hooks, self._asynchronous, strict=True)):
                 context, values = of_loop if asynchronous else of_thread, merged.values_for(number, results)
                 await _call(hook.after_run, (context, values), on_device)
-        except StopAsyncIteration as error:
-            raise StopRequested(_A_RUN) from error
         except Exception as error:
             _mark(error)
             raise
@@ -296,9 +300,12 @@ def _mark(error: BaseException) -> None:
 
 async def _call(method: Callable[..., Any], args: tuple[Any, ...], on_device: OnDevice) -> Any:
     """Call a method of a hook where it belongs."""
-    if is_async(method):
+    if not is_async(method):
+        return await on_device(_unboxed, method, args)
+    try:
         return await method(*args)
-    return await on_device(_unboxed, method, args)
+    except StopAsyncIteration as error:
+        raise StopRequested(_A_RUN) from error
 
 
 def _unboxed(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -308,6 +315,13 @@ def _unboxed(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     except StopIteration as error:
         raise StopRequested(_A_RUN) from error
     return checked(result, method)
+
+
+def _says_done(hook: Any, global_step: int | None) -> bool:
+    try:
+        return bool(hook.is_done(global_step))
+    except StopIteration:  # it asks for the end, as any method of a hook may
+        return True
 
 
 def _can_tell(hook: Any) -> bool:

@@ -15,6 +15,7 @@ from asupervisor.errors import RecoveryExhausted, StopRequested
 from asupervisor.hooks import AsyncSessionRunHook, StopAtStepHook
 from asupervisor.monitored import MonitoredSession, MonitoredTrainingSession
 from asupervisor.recovery import NO_PAUSE, RecoveryPolicy
+from asupervisor.runtime.device import DeviceExecutor
 
 tf1 = tf.compat.v1
 pytestmark = pytest.mark.modes
@@ -169,6 +170,56 @@ async def test_f15_a_hook_that_hangs_at_the_end_is_left_behind(counter: Make, re
     assert other.calls.count("hook.finish") == 1
 
 
+async def test_f15_a_hook_that_did_not_begin_has_no_last_call(counter: Make, recorder: Make) -> None:
+    """The start is cancelled while its `begin` waits for the device thread."""
+    made, hook = counter(), recorder()
+    executor = DeviceExecutor()
+    occupied, go_on = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        occupied.set()
+        go_on.wait(10)
+
+    blocker = asyncio.ensure_future(executor.call(occupy))
+    await asyncio.to_thread(occupied.wait, 10)
+    sess = MonitoredSession(hooks=[hook], graph=made.graph, executor=executor)
+    entering = asyncio.create_task(sess.open())
+    while not executor.statistics().waiting_interactive:
+        await asyncio.sleep(0)
+    entering.cancel()
+    await asyncio.wait([entering])
+    go_on.set()
+    await blocker
+    assert entering.cancelled()
+    assert hook.calls == []
+    assert await executor.aclose(10)
+
+
+@pytest.mark.parametrize("how", ["stopped", "cancelled", "error"])
+async def test_f15_the_outcome_of_a_start_that_was_ended(counter: Make, recorder: Make, how: str) -> None:
+    made, hook = counter(), recorder()
+    error = ValueError("reported")
+    reached = asyncio.Event()
+
+    class Waits(AsyncSessionRunHook):
+        async def begin(self) -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+    sess = MonitoredSession(hooks=[hook, Waits()], graph=made.graph)
+    entering = asyncio.create_task(sess.open())
+    await reached.wait()
+    if how == "cancelled":
+        entering.cancel()
+    else:
+        sess.request_stop(error if how == "error" else None)
+    (result,) = await asyncio.gather(entering, return_exceptions=True)
+    wanted = {"stopped": StopRequested, "cancelled": asyncio.CancelledError, "error": ValueError}
+    assert isinstance(result, wanted[how])
+    assert [outcome.reason for outcome in hook.outcomes] == [how]
+    assert sess.outcome == how
+
+
 # ------------------------------------------------------------------ F17: StopIteration and OutOfRange
 
 
@@ -231,6 +282,36 @@ async def test_f17_a_hook_or_step_function_may_stop(counter: Make, error: Except
         await sess.run(made.train)
         raise AssertionError
     assert sess.outcome == "stopped"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("method", ["end", "finish", "is_done"])
+async def test_f17_a_hook_may_ask_for_the_end_at_the_end(
+    counter: Make, recorder: Make, method: str, asynchronous: bool
+) -> None:
+    """What ends a block cleanly is no failure where it ends anyway, nor where a hook is asked whether it should."""
+    made, other = counter(), recorder()
+    error = StopAsyncIteration() if asynchronous and method != "is_done" else StopIteration()
+    async with MonitoredTrainingSession(
+        hooks=[failing_in(method, error, asynchronous), other], graph=made.graph
+    ) as sess:
+        assert sess.should_stop() == (method == "is_done")
+    assert sess.outcome == ("stopped" if method == "is_done" else "finished")
+    assert [outcome.clean for outcome in other.outcomes] == [True]
+    assert "hook.end" in other.calls
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("method", ["begin", "after_create_session"])
+async def test_f17_a_hook_may_end_the_start(counter: Make, recorder: Make, method: str, asynchronous: bool) -> None:
+    made, other = counter(), recorder()
+    error = StopAsyncIteration() if asynchronous else StopIteration()
+    sess = MonitoredTrainingSession(hooks=[other, failing_in(method, error, asynchronous)], graph=made.graph)
+    with pytest.raises(StopRequested) as raised:
+        await sess.open()
+    assert raised.value.__cause__ is error
+    assert sess.outcome == "stopped"
+    assert [outcome.reason for outcome in other.outcomes] == ["stopped"]
 
 
 async def test_f17_a_clean_end_is_told_with_its_op(counter: Make, tmp_path: Path) -> None:
