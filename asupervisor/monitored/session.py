@@ -273,7 +273,9 @@ class MonitoredSession:
             self._ending = HookOutcome("error", error)
             raise
         except BaseException as error:
-            self._ending = HookOutcome("cancelled", error)
+            # A requested stop aborts the start by a cancellation, too.
+            stopped = self._coord.should_stop() and not host.interrupted
+            self._ending = HookOutcome("stopped") if stopped else HookOutcome("cancelled", error)
             raise
         return self
 
