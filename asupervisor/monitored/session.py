@@ -33,6 +33,7 @@ from asupervisor.monitored.creators import (
     as_ours,
     prepares,
 )
+from asupervisor.monitored.feeds import StreamPart, end_parts
 from asupervisor.monitored.incarnation import Blueprint, Incarnation
 from asupervisor.monitored.recovering import Incarnations
 from asupervisor.monitored.stepping import StepContext, check_step_fn
@@ -138,6 +139,7 @@ class MonitoredSession:
         self._closed = False
         self._was_finalized = False
         self._last_status: Status | None = None
+        self._stream_parts: set[StreamPart] = set()
 
     # ------------------------------------------------------------------ enter and exit
 
@@ -308,7 +310,8 @@ class MonitoredSession:
     # ------------------------------------------------------------------ the end
 
     async def _settle(self) -> None:
-        """Hooks first, then the final save, the feeders and the session."""
+        """What streams have under way, then the hooks, the final save, the feeders and the session."""
+        await end_parts(self._stream_parts, KILL_GRACE_SECS, self._emit)
         outcome = self._how_it_ends()
         current = self._incarnations.current
         session = None if current is None or not current.usable else current.plain
@@ -355,6 +358,7 @@ class MonitoredSession:
         # A startup that failed, or last words that were cut short: what began gets its last call.
         outcome = self._how_it_ends()
         try:
+            await end_parts(self._stream_parts, KILL_GRACE_SECS, self._emit)
             with anyio.move_on_after(KILL_GRACE_SECS):  # the device thread may be stuck
                 await self._chain.end(None, outcome, self._on_thread)
             self._chain.tell_of_missing_calls()
@@ -485,7 +489,8 @@ class MonitoredSession:
 
         It also ends when a hook requests a stop, and runs nothing where one has already. With hooks that are coroutine
         functions it goes step by step. After a recovery it goes on: the feed of the step that failed is run again,
-        and so is what was taken ahead.
+        and so is what was taken ahead. What was being asked for is not asked for again: a generator that waits goes on
+        waiting, an async one in the same task all the time, a plain one perhaps on another thread the next time.
         """
         return MonitoredSteps(self, fetches, feeds, max_steps, ahead, stop_when, copy_feeds)
 

@@ -360,7 +360,7 @@ class LoopFeed(Feed):
             if self._copy:
                 feed_dict = {key: np.array(value) for key, value in feed_dict.items()}
             return Unconverted(feed_dict)
-        return await self._executor.side(self._prepare, feed_dict, label="feed")
+        return await self._executor.side(self._prepare, feed_dict, label="conversion of a feed")
 
 
 def make_feed(
