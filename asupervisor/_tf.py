@@ -432,3 +432,8 @@ def chrome_trace(step_stats: Any) -> str | None:
     except (ImportError, AttributeError):
         return None
     return trace
+
+
+def sync_token_queue_of(optimizer: Any) -> Any:
+    """The token queue of a `SyncReplicasOptimizer`, which keeps it privately; None where it does not."""
+    return getattr(optimizer, "_sync_token_queue", None)

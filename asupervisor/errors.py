@@ -10,6 +10,10 @@
     ├── WrongEventLoop           used from a loop that does not own the object   (also RuntimeError)
     ├── SessionNotReady          the model did not become ready in time          (also TimeoutError)
     ├── UnknownMaster            a master string that no session can be opened on  (also ValueError)
+    ├── ClusterConfigError       TF_CONFIG or a cluster that cannot work         (also ValueError)
+    ├── PortInUse                our own address in a cluster is taken           (also OSError)
+    ├── PeersUnreachable         parameter servers do not answer                 (also TimeoutError)
+    ├── ModelLost                nobody has the trained model any more
     ├── LogdirNotWritable        the log directory cannot be written             (also OSError)
     ├── LogdirInUse              another chief writes into this log directory
     ├── CheckpointError          something about a checkpoint
@@ -159,6 +163,64 @@ class UnknownMaster(SupervisorError, ValueError):
         super().__init__(
             f"no session can be opened on master {master!r}.{meant} These work: '' (this process), 'local' (a server "
             "in this process), server.target of a tf.distribute.Server, and 'grpc://host:port'."
+        )
+
+
+class ClusterConfigError(SupervisorError, ValueError):
+    """`TF_CONFIG`, or a cluster specification, cannot work; one line that says what to write."""
+
+
+class PortInUse(SupervisorError, OSError):
+    """The address that a cluster gives to this task is taken.
+
+    Args:
+        task: Who we are.
+        address: Where we should listen.
+    """
+
+    def __init__(self, task: str, address: str) -> None:
+        self.task = task
+        self.address = address
+        super().__init__(
+            f"{task} cannot listen at {address}: the port is in use. Is this task running already? Otherwise give it "
+            "another port, in the configuration of every task."
+        )
+
+
+class PeersUnreachable(SupervisorError, TimeoutError):
+    """Tasks of the cluster that training needs did not answer in time.
+
+    Args:
+        peers: Who: names and addresses.
+        waited_secs: For how long it was waited, in seconds.
+        reason: What was seen last, or an empty string.
+    """
+
+    def __init__(self, peers: Sequence[str], waited_secs: float, reason: str = "") -> None:
+        self.peers = tuple(peers)
+        self.waited_secs = waited_secs
+        self.reason = reason
+        super().__init__(
+            f"no answer from {', '.join(self.peers)} for {waited_secs:.0f} s"
+            + (f" ({reason})" if reason else "")
+            + ". Start it again, or raise outage_secs of the cluster's task."
+        )
+
+
+class ModelLost(SupervisorError):
+    """A parameter server has lost its variables, and no checkpoint can bring them back.
+
+    Args:
+        variables: Which are not initialised any more, as far as is known.
+    """
+
+    def __init__(self, variables: Sequence[str] = ()) -> None:
+        self.variables = tuple(variables)
+        which = f" ({', '.join(self.variables[:5])})" if self.variables else ""
+        super().__init__(
+            f"the parameter servers have lost the model{which}, and there is no checkpoint to restore: it is not "
+            "initialised again by itself. Give the chief a logdir and a saver, or allow it by "
+            "RecoveryPolicy(allow_reinit=True)."
         )
 
 

@@ -64,6 +64,8 @@ def log_only(kind: str, message: str, *, level: Level = "info", **data: Any) -> 
 class EventHub:
     """Distributes events to the log and to any number of subscribers on one event loop.
 
+    The log records have the kind of the event as `event_kind`.
+
     `emit` may be called from any thread. Subscribers hold at most `backlog` events: one that does not keep up
     loses the oldest and is told how many.
 
@@ -82,7 +84,7 @@ class EventHub:
 
     def emit(self, kind: str, message: str, *, level: Level = "info", **data: Any) -> None:
         """Record one event; see `EventSink`."""
-        logger.log(_LEVELS[level], "%s: %s", self.source, message)
+        logger.log(_LEVELS[level], "%s: %s", self.source, message, extra={"event_kind": kind})
         event = Event(kind, message, level, self.source, self._clock.time(), MappingProxyType(data))
         with self._lock:
             subscribers = tuple(self._subscribers)

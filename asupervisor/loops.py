@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -57,7 +58,8 @@ async def train_loop(
         args: Further positional arguments.
         kwargs: Keyword arguments.
         master: See `Supervisor.managed_session`.
-        recovery: When to begin again; by default `RecoveryPolicy`'s errors, whoever raised them, the step included.
+        recovery: When to begin again; by default `RecoveryPolicy`'s errors (in a cluster, those of
+            `RecoveryPolicy.for_cluster`), whoever raised them, the step included.
 
     Raises:
         TypeError: `async_fn` cannot be called with these arguments.
@@ -66,8 +68,15 @@ async def train_loop(
     """
     arguments, keywords = tuple(args or ()), dict(kwargs or {})
     check_arguments(async_fn, (None, *arguments), keywords)
-    policy = recovery or RecoveryPolicy(origins=ANY_ORIGIN)
+    policy = recovery or replace(
+        RecoveryPolicy() if sv.peers is None else RecoveryPolicy.for_cluster(), origins=ANY_ORIGIN
+    )
+    if sv.peers is not None:
+        sv.peers.allow_reinit = policy.allow_reinit
     history = RecoveryHistory()
+    task = asyncio.current_task()
+    assert task is not None
+    cancelling = task.cancelling()
     while True:
         attempt = _Attempt(sv, first=not history.total)
         try:
@@ -78,7 +87,9 @@ async def train_loop(
                 raise
             return
         except Exception as error:
-            if attempt.stopped:
+            # An error that was first outranks a cancellation that came while the block was left; but nothing begins
+            # anew for that.
+            if attempt.stopped or task.cancelling() > cancelling:
                 raise
             decision = attempt.decide(policy, history, error)
             if not decision.restart:
@@ -137,6 +148,7 @@ class _Attempt:
             step=status.global_step,
             restorable=self.origin == "startup"
             or not sv.is_chief
+            or sv.peers is not None
             or status.last_checkpoint is not None
             or not sv.graph.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES),
         )

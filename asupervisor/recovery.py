@@ -13,6 +13,9 @@ from typing import Literal
 
 import tensorflow as tf
 
+from asupervisor.errors import SessionNotReady
+from asupervisor.session.readiness import uninitialised_in
+
 Reason = Literal["restart", "not an error to recover from", "budget used up", "would reinitialise the model"]
 Origin = Literal["run", "coordinator", "hook", "step_fn", "startup"]
 
@@ -114,6 +117,18 @@ class RecoveryPolicy:
     original: bool = False
 
     @classmethod
+    def for_cluster(cls) -> RecoveryPolicy:
+        """What a session of a cluster does by default: it also recovers from timeouts, and from an empty server.
+
+        A run that takes too long has met a frozen peer; a variable that is not initialised any more was on a parameter
+        server that has begun anew.
+        """
+        return cls(
+            errors=(*cls().errors, tf.errors.DeadlineExceededError, tf.errors.FailedPreconditionError),
+            backoff=Backoff(first_secs=0.1, longest_secs=5.0),
+        )
+
+    @classmethod
     def like_tensorflow(cls) -> RecoveryPolicy:
         """The original's behaviour: any origin, no limit, no pause, and the model is initialised again."""
         return cls(
@@ -131,8 +146,13 @@ class RecoveryPolicy:
         return cls(errors=())
 
     def recovers(self, error: BaseException, origin: Origin) -> bool:
-        """Whether this is an error to recover from, budget aside."""
-        return origin in self.origins and isinstance(error, self.errors)
+        """Whether this is an error to recover from, budget aside.
+
+        Of TensorFlow's FailedPreconditionErrors only those are that tell of a variable which is not initialised.
+        """
+        if origin not in self.origins or not isinstance(error, self.errors) or isinstance(error, SessionNotReady):
+            return False
+        return not isinstance(error, tf.errors.FailedPreconditionError) or bool(uninitialised_in(str(error)))
 
     def decide(
         self,

@@ -31,8 +31,10 @@ from asupervisor.runtime.host import Host
 from asupervisor.runtime.looper import LooperTask, check_arguments
 from asupervisor.runtime.service import Service
 from asupervisor.services import arguments
+from asupervisor.services.peers import ClusterTask, Peers, check_trains
 from asupervisor.services.run import RunSettings, SupervisedRun
 from asupervisor.services.surroundings import Surroundings
+from asupervisor.services.sync_replicas import SyncReplicas
 from asupervisor.session import elements
 from asupervisor.session.arguments import check_init_fn, is_async
 from asupervisor.session.manager import SessionManager
@@ -95,7 +97,17 @@ class Supervisor:
         save_summaries_steps: Steps between summaries, beside or instead of seconds.
         save_model_steps: Steps between checkpoints, beside or instead of seconds.
         save_on_exit: Whether the model is saved when the session ends, cleanly or not.
-        fresh_start: Begin with an initialised model even where the logdir holds checkpoints.
+        fresh_start: Begin with an initialised model even where the logdir holds checkpoints: they are moved into a
+            directory in there. Combined with one of the next two, begin with that model.
+        init_from: Checkpoint, or directory with checkpoints, to begin from as long as the logdir has none: its
+            weights, its global step and all else. It is only read.
+        checkpoint_filename_with_path: The one checkpoint to begin from, whatever the logdir holds, at each start of
+            the program; an error if it is damaged or not there. What is trained then is the logdir's newest, so the
+            checkpoint must lie there, or the logdir hold none, or `fresh_start` be given. Later sessions of this
+            supervisor, after a lost one too, go on from what it has saved since. Needs no logdir.
+        partial_restore: Whether a checkpoint that does not fit the whole model is restored as far as it does, and the
+            rest is initialised and named. None: where the model has only grown. True: where they share any variable
+            of the same shape and type. False: never.
         nonfinite: What to do with a model whose trainable variables hold NaN or infinity at a save: ``"refuse"``
             writes it aside and never restores it by itself, ``"mark"`` publishes it with a warning, ``"allow"`` does
             not look.
@@ -108,6 +120,10 @@ class Supervisor:
         journal: Whether events are written to `journal.jsonl` in the logdir.
         handle_signals: Whether SIGINT and SIGTERM request a stop while a session is active. The handlers that were
             there before are called, too.
+        task: Our part in a cluster. It tells `is_chief`, which master sessions are opened on and how they are
+            configured; see `asupervisor.cluster.Task`.
+        sync_replicas: A `tf.compat.v1.train.SyncReplicasOptimizer` whose `minimize` made the training op: its local
+            state, its tokens and the chief's aggregation are looked after.
         name: Name in events, threads and tasks.
 
     Raises:
@@ -146,6 +162,9 @@ class Supervisor:
         save_model_steps: int | None = None,
         save_on_exit: bool = True,
         fresh_start: bool = False,
+        init_from: str | os.PathLike[str] | None = None,
+        checkpoint_filename_with_path: str | os.PathLike[str] | None = None,
+        partial_restore: bool | None = None,
         nonfinite: NonFinitePolicy = "refuse",
         clean_stop_exception_types: Iterable[type[BaseException]] | None = None,
         executor: DeviceExecutor | None = None,
@@ -153,13 +172,24 @@ class Supervisor:
         retention: Any = None,
         journal: bool = True,
         handle_signals: bool = False,
+        task: ClusterTask | None = None,
+        sync_replicas: Any = None,
         name: str | None = None,
     ) -> None:
         graph = elements.resolve_graph(graph)
+        if task is not None:
+            check_trains(task)
+            is_chief = task.is_chief
         if not is_chief:
             elements.check_devices(graph)
         given_dir = arguments.checked_logdir(logdir) if is_chief else None
         chief_dir = None if given_dir is None else arguments.resolved(given_dir)
+        begin_from = arguments.checked_place("init_from", init_from)
+        explicit = arguments.checked_place("checkpoint_filename_with_path", checkpoint_filename_with_path)
+        if not is_chief:  # it waits for the chief, who restores
+            begin_from = explicit = None
+        arguments.check_beginnings(chief_dir, explicit, begin_from)
+        arguments.check_partial_restore(partial_restore)
         check_init_fn(init_fn)
         arguments.check_interval("save_summaries_secs", save_summaries_secs)
         arguments.check_interval("save_model_secs", save_model_secs)
@@ -186,6 +216,8 @@ class Supervisor:
             summary_op=summary_op,
             global_step=global_step,
         )
+        sync = None if sync_replicas is None else SyncReplicas(sync_replicas, graph, is_chief)
+        arguments.check_restores(self._elements.saver, explicit or begin_from)
         self.name = name or f"supervisor-{next(_numbers)}"
         self._clock = clock or SystemClock()
         self._hub = EventHub(self.name, self._clock)
@@ -203,6 +235,7 @@ class Supervisor:
             is_chief=is_chief,
             logdir=chief_dir,
             checkpoint_basename=checkpoint_basename,
+            checkpoint_filename_with_path=explicit,
             init_feed_dict=init_feed_dict,
             init_fn=init_fn,
             save_summaries_secs=save_summaries_secs or None if is_chief else None,
@@ -212,6 +245,9 @@ class Supervisor:
             save_on_exit=save_on_exit,
             stop_grace_secs=stop_grace_secs,
             clock=self._clock,
+            fresh_start=fresh_start,
+            peers=None if task is None else task.peers,
+            sync_replicas=sync,
         )
         self._save_summaries_secs = save_summaries_secs if is_chief else None
         self._save_model_secs = save_model_secs if is_chief else None
@@ -230,15 +266,26 @@ class Supervisor:
         self._closes_writer = True
         self._run: SupervisedRun | None = None
         self._host: Host[AsyncSession] | None = None
-        self._store = self._make_store(retention, nonfinite, fresh_start) if self._settings.saves else None
+        self._store = self._make_store(retention, nonfinite, fresh_start, begin_from, partial_restore)
         self._writer = self._make_writer(summary_writer) if is_chief else None
         graph.finalize()
 
-    def _make_store(self, retention: Any, nonfinite: NonFinitePolicy, fresh_start: bool) -> CheckpointStore:
+    def _make_store(
+        self,
+        retention: Any,
+        nonfinite: NonFinitePolicy,
+        fresh_start: bool,
+        init_from: str | None,
+        partial: bool | None,
+    ) -> CheckpointStore | None:
         settings = self._settings
-        assert settings.logdir is not None
+        place = settings.logdir if settings.saves else None
+        if place is None and settings.checkpoint_filename_with_path is not None:
+            place = os.path.dirname(settings.checkpoint_filename_with_path)  # noqa: PTH120 (it may be an address)
+        if place is None or (not settings.saves and "://" in place):  # TensorFlow itself reads such
+            return None
         return CheckpointStore(
-            settings.logdir,
+            place,
             settings.elements.graph,
             settings.elements.saver,
             basename=settings.checkpoint_basename,
@@ -246,6 +293,9 @@ class Supervisor:
             retention=retention,
             nonfinite=nonfinite,
             fresh_start=fresh_start,
+            init_from=init_from,
+            partial=partial,
+            read_only=not settings.saves,
             init_feed_dict=settings.init_feed_dict,
             clock=self._clock,
             emit=self._hub.emit,
@@ -282,6 +332,11 @@ class Supervisor:
     def coord(self) -> Coordinator:
         """The Coordinator."""
         return self._coord
+
+    @property
+    def peers(self) -> Peers | None:
+        """The other tasks of the cluster; None without one."""
+        return self._settings.peers
 
     @property
     def init_op(self) -> Any:

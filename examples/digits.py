@@ -64,7 +64,7 @@ def load() -> Data:
     return Data(images[train], labels[train], images[test], labels[test])
 
 
-def build(data: Data, source: Literal["feed", "queue"] = "feed", seed: int = 1) -> Model:
+def build(data: Data, source: Literal["feed", "queue"] = "feed", seed: int = 1, device: Any = None) -> Model:
     """Make the graph.
 
     Args:
@@ -72,9 +72,10 @@ def build(data: Data, source: Literal["feed", "queue"] = "feed", seed: int = 1) 
         source: Where a step's batch comes from: ``feed`` means placeholders, ``queue`` a classic input pipeline
             that queue runners fill.
         seed: Seed of the initial weights and of the queue's order.
+        device: Where things are placed, as `tf.compat.v1.device` takes it; for a cluster.
     """
     graph = tf.Graph()
-    with graph.as_default():
+    with graph.as_default(), tf.compat.v1.device(device):
         tf.compat.v1.set_random_seed(seed)
         images, labels = _placeholders() if source == "feed" else _queue(data, seed)
         logits = _logits(images)

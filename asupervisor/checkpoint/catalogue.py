@@ -4,7 +4,8 @@ A scan reads names, sizes, manifests and the state file; it writes nothing. Orde
 
 * checkpoints with a manifest carry a sequence number;
 * the state file lists names in order, also of checkpoints that TensorFlow wrote without us;
-* a checkpoint with a manifest that is newer than everything listed was published just before a crash;
+* a checkpoint with a manifest that is newer than everything listed was published just before a crash, under a name of
+  its own or once more under one that the list holds already;
 * for the rest, the step in the name decides.
 
 TensorFlow's own readers go by the state file alone; a lost or damaged one (FAULTS F01) is therefore not the end of
@@ -296,7 +297,9 @@ def scan(
                 parse_name(name, basename) is not None,
             )
         )
-    return Catalogue(directory, state, tuple(_in_order(entries)), _quarantined(directory))
+    listed_at = mtimes.get(latest_filename, 0.0)
+    since = {name for name in read if mtimes[name] >= listed_at}  # a crash may have come between the two
+    return Catalogue(directory, state, tuple(_in_order(entries, since)), _quarantined(directory))
 
 
 def _is_stale(name: str, mtimes: Mapping[str, float]) -> bool:
@@ -318,7 +321,9 @@ def _quarantined(directory: Path) -> tuple[str, ...]:
         return ()
 
 
-def _in_order(entries: Sequence[Entry]) -> list[Entry]:
+def _in_order(entries: Sequence[Entry], since: set[str]) -> list[Entry]:
+    """Oldest first; `since` are the manifests that are not older than the state file."""
+
     def step(entry: Entry) -> tuple[int, float]:
         return (-1 if entry.step is None else entry.step, entry.time_secs)
 
@@ -334,12 +339,15 @@ def _in_order(entries: Sequence[Entry]) -> list[Entry]:
     if not listed:
         ordered = sorted(own, key=sequence) if all(e.manifest for e in own) else sorted(own, key=step)
         return sorted(foreign, key=lambda e: e.listed or 0) + ordered
+    # A run that began at an older checkpoint publishes names once more that the list holds already, in another place.
+    # A list that its user has put in another order is younger than the manifests, and stays as it is.
+    last = sequence(listed[-1])
+    overtaken = [e for e in listed if sequence(e) > last and f"{e.name}{mf.SUFFIX}" in since]
+    listed = [e for e in listed if e not in overtaken] + sorted(overtaken, key=sequence)
     newest_sequence = max(map(sequence, listed))
     newest_time = listed[-1].time_secs if listed[-1].manifest is None else float("-inf")
     after = [e for e in unlisted if e.manifest and e.manifest.sequence > newest_sequence and e.time_secs >= newest_time]
     before = [e for e in unlisted if e not in after]
-    # The list itself may be out of order for one reason only: it was written, and then overtaken by a save under a
-    # name that it held already (a model without a step, a step that never moves).
     return (
         sorted(foreign, key=lambda e: e.listed or 0) + sorted(before, key=step) + listed + sorted(after, key=sequence)
     )

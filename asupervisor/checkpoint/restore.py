@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from asupervisor._timeouts import for_long
 from asupervisor.errors import CheckpointDamaged, CheckpointMismatch
 
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # the mark of tf.train.Checkpoint's format
@@ -41,6 +42,15 @@ def contents(prefix: str) -> Contents:
         return Contents(reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map())
     except _READ_ERRORS as error:
         raise CheckpointDamaged(prefix, _in_one_line(error)) from error
+
+
+def value_in(prefix: str, name: str) -> Any:
+    """The value of one variable in a checkpoint; None where it does not hold it."""
+    try:
+        reader = tf.train.load_checkpoint(prefix)
+        return reader.get_tensor(name) if reader.has_tensor(name) else None
+    except _READ_ERRORS:
+        return None
 
 
 def read_back(prefix: str) -> None:
@@ -342,6 +352,21 @@ def mismatch(prefix: str, found: Fit) -> CheckpointMismatch:
 # ------------------------------------------------------------------------------------------ restoring
 
 
+def restore_all(raw: tf.compat.v1.Session, saver: Any, prefix: str) -> None:
+    """What `saver.restore` does, for as long as it takes; on the device thread.
+
+    Args:
+        raw: The session.
+        saver: The saver.
+        prefix: The checkpoint.
+    """
+    options, saver_def = for_long(raw), getattr(saver, "saver_def", None)
+    if options is None or saver_def is None or type(saver) is not tf.compat.v1.train.Saver:
+        saver.restore(raw, prefix)
+    else:
+        raw.run(saver_def.restore_op_name, {saver_def.filename_tensor_name: prefix}, options=options)
+
+
 def restore_part(raw: tf.compat.v1.Session, prefix: str, actions: Sequence[Action], index: Contents) -> None:
     """Restore what fits, through the saver's own ops: values are read here and fed to them; on the device thread.
 
@@ -358,7 +383,7 @@ def restore_part(raw: tf.compat.v1.Session, prefix: str, actions: Sequence[Actio
         values = read_tensors(prefix, [(spec.name, spec.slice, spec.dtype) for spec in action.needs])
         feeds = {spec.tensor: value for spec, value in zip(action.needs, values, strict=True)}
         # The op may be placed behind a RestoreV2 of many outputs; feeding its own ones means that it does not run.
-        raw.run(action.op, feeds)
+        raw.run(action.op, feeds, options=for_long(raw))
 
 
 def uninitialized(raw: tf.compat.v1.Session, variables: Sequence[Any]) -> list[Any]:

@@ -44,6 +44,9 @@ class StoreRestorer:
     ) -> bool:
         """Restore one checkpoint, or the newest good one of a directory.
 
+        One checkpoint means that one: there is no other instead of it, and the directory of the store is not looked at.
+        With a fresh start, what lies in that is set aside once the model has been restored, or is to be made anew.
+
         Damaged checkpoints that are newer than the one restored are quarantined, in the store's own directory only.
         Global variables that the checkpoint did not supply are initialised, and named in the event
         ``checkpoint.restored``.
@@ -68,17 +71,22 @@ class StoreRestorer:
             return False
         with raw.graph.as_default():
             if checkpoint_filename_with_path is not None:
-                return self._explicit(raw, saver, checkpoint_filename_with_path)
+                self._explicit(raw, saver, checkpoint_filename_with_path)
+                if store.fresh_start and not store.read_only:
+                    self._set_aside()
+                return True
             if checkpoint_dir is None:
                 return False
             directory = Path(checkpoint_dir).absolute()
             if store.read_only or directory != store.directory:
-                return self._from_elsewhere(raw, saver, directory, store.basename)
-            if self._from_own(raw, saver):
-                return True
-            if store.init_from is not None:
-                return self._init_from(raw, saver, store.init_from)
-            return False
+                if self._from_elsewhere(raw, saver, directory, store.basename):
+                    return True
+                return directory == store.directory and self._init_from(raw, saver)
+            if store.fresh_start:
+                begun = self._init_from(raw, saver)
+                self._set_aside()
+                return begun
+            return self._from_own(raw, saver) or self._init_from(raw, saver)
 
     # -------------------------------------------------------------------------------------- the places
 
@@ -87,18 +95,6 @@ class StoreRestorer:
         writer = store.writer
         writer.recover()
         catalogue = writer.scan()
-        if store.fresh_start:
-            target = writer.set_aside(catalogue)
-            if target is not None:
-                store._emit(
-                    "checkpoint.set_aside",
-                    f"fresh start: {len(catalogue.entries)} checkpoints were moved to {target}",
-                    level="warning",
-                    target=str(target),
-                    checkpoints=[entry.name for entry in catalogue.entries],
-                )
-            store.began_fresh()
-            return False
         if not catalogue.regular and catalogue.evidence() is None:
             store.claim(None)
             return False
@@ -111,6 +107,21 @@ class StoreRestorer:
         store.claim(restored)
         store.tell_saver()
         return True
+
+    def _set_aside(self) -> None:
+        store = self._store
+        store.writer.recover()
+        catalogue = store.writer.scan()
+        target = store.writer.set_aside(catalogue)
+        if target is not None:
+            store._emit(
+                "checkpoint.set_aside",
+                f"fresh start: {len(catalogue.entries)} checkpoints were moved to {target}",
+                level="warning",
+                target=str(target),
+                checkpoints=[entry.name for entry in catalogue.entries],
+            )
+        store.began_fresh()
 
     def _tidy_state(self, entry: cat.Entry, catalogue: cat.Catalogue, moved: bool) -> None:
         state = catalogue.state
@@ -142,13 +153,16 @@ class StoreRestorer:
             latest=entry.name,
         )
 
-    def _init_from(self, raw: tf.compat.v1.Session, saver: Any, place: str) -> bool:
+    def _init_from(self, raw: tf.compat.v1.Session, saver: Any) -> bool:
+        place = self._store.init_from
+        if place is None:
+            return False
         path = Path(place).absolute()
-        if path.is_dir():
-            if not self._from_elsewhere(raw, saver, path, self._store.basename):
-                raise CheckpointNotRestored(place, "init_from names a directory without checkpoints")
-            return True
-        return self._explicit(raw, saver, place)
+        if not path.is_dir():
+            self._explicit(raw, saver, place)
+        elif not self._from_elsewhere(raw, saver, path, self._store.basename):
+            raise CheckpointNotRestored(place, "init_from names a directory without checkpoints")
+        return True
 
     def _from_elsewhere(self, raw: tf.compat.v1.Session, saver: Any, directory: Path, basename: str) -> bool:
         catalogue = cat.scan(directory, basename)
@@ -162,8 +176,10 @@ class StoreRestorer:
             self._store.tell_saver()
         return True
 
-    def _explicit(self, raw: tf.compat.v1.Session, saver: Any, prefix: str) -> bool:
-        path = Path(prefix).absolute()
+    def _explicit(self, raw: tf.compat.v1.Session, saver: Any, prefix: str) -> None:
+        store, path = self._store, Path(prefix).absolute()
+        if path.is_dir():
+            raise CheckpointDamaged(prefix, "it is a directory, not the prefix of a checkpoint in one")
         entries = cat.scan(path.parent, path.name).entries if path.parent.is_dir() else ()
         entry = next((entry for entry in entries if entry.name == path.name), None)
         if entry is not None:
@@ -171,11 +187,12 @@ class StoreRestorer:
             if damage is not None:
                 raise CheckpointDamaged(prefix, damage)
         restored = self._restore(raw, saver, prefix, None if entry is None else entry.step, ())
-        if path.parent == self._store.directory and not self._store.read_only:
-            self._store.claim(restored)
+        if not store.read_only and store.holds(path):
+            store.claim(restored)
+        elif store.read_only or store.fresh_start or not store.writer.scan().regular:
+            store.restored = restored
         else:
-            self._store.restored = restored if not self._store.writer.scan().regular else None
-        return True
+            store.restored = None  # it is no reason to write over what lies in the directory
 
     # -------------------------------------------------------------------------------------- the work
 
@@ -221,7 +238,7 @@ class StoreRestorer:
             rs.restore_part(raw, prefix, actions, index)
         else:
             try:
-                saver.restore(raw, prefix)
+                rs.restore_all(raw, saver, prefix)
             except (tf.errors.OutOfRangeError, tf.errors.DataLossError, IndexError) as error:
                 # Damaged between verification and now. Never to be taken for "end of data".
                 raise CheckpointDamaged(prefix, f"{type(error).__name__}: {error}") from error

@@ -171,6 +171,13 @@ def _variable_op(tensor: tf.Tensor) -> tf.Operation | None:
     return op if op.type in ("VarHandleOp", "Variable", "VariableV2") else None
 
 
+def variable_name(graph: tf.Graph, global_step: Any) -> str | None:
+    """The name of the variable that a global step is, or is read from; None for any other tensor."""
+    tensor = _as_tensor(graph, global_step)
+    op = None if tensor is None else _variable_op(tensor)
+    return None if op is None else str(op.name)
+
+
 def _watched(graph: tf.Graph, sources: Sequence[tf.Tensor]) -> list[tuple[int, str]]:
     """Which saved tensors are trainable variables or slots of such (those named below one), with their names."""
     trainable = {v.op.name for v in graph.get_collection(tf.compat.v1.GraphKeys.TRAINABLE_VARIABLES)}

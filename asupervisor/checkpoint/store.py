@@ -7,6 +7,7 @@ thread. The way of a save: `snapshot.py` takes the state, `writer.py` publishes 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import threading
@@ -20,6 +21,7 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.checkpoint import files as fs
+from asupervisor.checkpoint import restore as rs
 from asupervisor.checkpoint import retention as rt
 from asupervisor.checkpoint import snapshot as sn
 from asupervisor.checkpoint.keeper import SnapshotKeeper
@@ -61,7 +63,7 @@ class CheckpointStore:
         nonfinite: What to do with NaN and infinite values in trainable variables and their slots: ``"refuse"``
             writes the checkpoint aside, ``"mark"`` publishes it with a warning, ``"allow"`` does not look.
         fresh_start: Begin anew in a directory that holds checkpoints; they are moved aside.
-        init_from: Another directory or checkpoint to begin from where this directory has none.
+        init_from: Another directory or checkpoint to begin from where this directory has none, or is begun anew.
         partial: Whether a model may be restored from a checkpoint that does not hold all of it; see `Fit.restorable`.
         init_feed_dict: Feeds for the initialisers of variables that a checkpoint did not supply.
         run_id: Stands in manifests; random by default.
@@ -208,6 +210,33 @@ class CheckpointStore:
                 return
         raise CheckpointDamaged(prefix, "there is no such checkpoint")
 
+    def holds(self, prefix: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint lies in this directory; blocking."""
+        parent = Path(prefix).absolute().parent
+        try:
+            return parent == self.directory or parent.samefile(self.directory)
+        except OSError:  # one of them does not exist
+            return False
+
+    def check_begins_from(self, prefix: str) -> None:
+        """Tell before a run begins whether it may save after one checkpoint was restored by name; blocking.
+
+        Args:
+            prefix: The checkpoint.
+
+        Raises:
+            CheckpointNotRestored: It lies elsewhere, and this directory holds checkpoints.
+        """
+        if self.fresh_start or self._claimed or self.holds(prefix) or Path(prefix).is_dir():
+            return  # what is wrong with a directory, the restorer tells
+        catalogue = self.writer.scan()
+        if catalogue.regular:
+            raise CheckpointNotRestored(
+                self.logdir,
+                f"the newest of {len(catalogue.regular)} is {catalogue.regular[-1].prefix!r}, and {prefix!r} was to be "
+                "restored instead",
+            )
+
     # -------------------------------------------------------------------------------------- snapshot
 
     def warm_up(self, raw: tf.compat.v1.Session) -> None:
@@ -290,6 +319,16 @@ class CheckpointStore:
                 meta.unlink()
         snapshot.temporary = temporary
         snapshot.written = written or self._own_name(step)
+        if raw.sess_str:  # others have gone on meanwhile
+            snapshot.info = dataclasses.replace(snapshot.info, step=self._step_inside(snapshot, step))
+
+    def _step_inside(self, snapshot: Snapshot, step: int | None) -> int | None:
+        """The global step that a saver has written, which names the checkpoint."""
+        variable = None if self.global_step is None else sn.variable_name(self.graph, self.global_step)
+        if variable is None or snapshot.temporary is None or snapshot.written is None:
+            return step
+        inside = rs.value_in(str(snapshot.temporary / snapshot.written), variable)
+        return step if inside is None else int(np.ravel(inside)[0])
 
     def _warn_of_fallback(self) -> None:
         if self._warned_fallback:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from asupervisor._timeouts import for_long
 from asupervisor.checkpoint import restore as rs
 from asupervisor.checkpoint import snapshot as sn
 from asupervisor.checkpoint.records import SnapshotInfo
@@ -60,6 +61,13 @@ def written_by_saver(
     # published.
     if hasattr(saver, "set_last_checkpoints_with_time"):
         saver.set_last_checkpoints_with_time([])
+    options = for_long(raw)
+    if (
+        options is not None and sn.plain_save_op(raw.graph, saver) is not None
+    ):  # what its `save` does, without a timeout
+        prefix = str(temporary / basename)
+        raw.run(saver.saver_def.save_tensor_name, {saver.saver_def.filename_tensor_name: prefix}, options=options)
+        return basename
     with raw.graph.as_default():
         returned = saver.save(raw, str(temporary / basename), global_step=step)
     (temporary / "checkpoint").unlink(missing_ok=True)

@@ -154,7 +154,7 @@ class Writer:
         self._move_into_place(temporary, manifest)
         self._faults("before-state")
         if kind is Kind.REGULAR:
-            self.write_state()
+            self.write_state(name)
         self._faults("after-state")
         return manifest
 

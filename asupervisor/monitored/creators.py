@@ -21,6 +21,8 @@ from asupervisor import _tf
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock, SystemClock
 from asupervisor.events import EventSink, log_only
+from asupervisor.services import arguments
+from asupervisor.services.peers import ClusterTask, check_trains
 from asupervisor.services.run import RunSettings
 from asupervisor.session.elements import GraphElements, resolve_graph
 from asupervisor.session.manager import SessionManager
@@ -81,9 +83,10 @@ class Prepared:
 
     def can_restore(self) -> bool:
         """Whether there is a checkpoint to restore now; blocking."""
-        if self.settings.checkpoint_filename_with_path is not None:
+        store = self.store
+        if self.settings.checkpoint_filename_with_path is not None and (store is None or store.last is None):
             return True
-        return self.store is not None and bool(self.store.writer.scan().regular)
+        return store is not None and bool(store.writer.scan().regular)
 
 
 class _ScaffoldedCreator(SessionCreator):
@@ -100,7 +103,15 @@ class _ScaffoldedCreator(SessionCreator):
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_filename_with_path: str | os.PathLike[str] | None = None,
         max_wait_secs: float = 7200,
+        task: ClusterTask | None = None,
+        init_from: str | os.PathLike[str] | None = None,
+        partial_restore: bool | None = None,
     ) -> None:
+        if task is not None:
+            check_trains(task)
+        self.peers = None if task is None else task.peers
+        if self.peers is not None:
+            master, config = master or self.peers.target, self.peers.configured(config)
         self.graph = resolve_graph(graph)
         self.scaffold = scaffold
         self.master = master
@@ -110,6 +121,10 @@ class _ScaffoldedCreator(SessionCreator):
             None if checkpoint_filename_with_path is None else os.fspath(checkpoint_filename_with_path)
         )
         self.max_wait_secs = max_wait_secs
+        self.init_from = arguments.checked_place("init_from", init_from)
+        arguments.check_beginnings(self.checkpoint_dir, self.checkpoint_filename_with_path, self.init_from)
+        arguments.check_partial_restore(partial_restore)
+        self.partial_restore = partial_restore
 
     def prepare(
         self,
@@ -176,6 +191,7 @@ class _ScaffoldedCreator(SessionCreator):
             save_on_exit=True,
             stop_grace_secs=stop_grace_secs,
             clock=clock,
+            peers=self.peers,
         )
         return Prepared(
             settings=settings,
@@ -188,7 +204,7 @@ class _ScaffoldedCreator(SessionCreator):
         )
 
     def _on_restart(self) -> OnRestart:
-        if not self.is_chief:
+        if not self.is_chief or self.peers is not None:
             return "adopts"
         has_place = self.checkpoint_dir is not None or self.checkpoint_filename_with_path is not None
         return "restores" if has_place else "initialises"
@@ -202,6 +218,8 @@ class _ScaffoldedCreator(SessionCreator):
             self.graph,
             saver,
             global_step=tf1.train.get_global_step(self.graph),
+            init_from=self.init_from,
+            partial=self.partial_restore,
             read_only=read_only,
             write_meta_graph=write_meta_graph,
             clock=clock,
@@ -213,7 +231,9 @@ class _ScaffoldedCreator(SessionCreator):
         collected = self.graph.get_collection(tf1.GraphKeys.SAVERS)
         if collected:
             return collected[0] if len(collected) == 1 else None  # more than one is an error of `finalize`
-        saver = tf1.train.Saver(sharded=True, allow_empty=True)
+        # The parts of a sharded one are written by the tasks that hold them: where these are other machines, into
+        # directories of theirs.
+        saver = tf1.train.Saver(sharded=self.peers is None, allow_empty=True)
         self.graph.add_to_collection(tf1.GraphKeys.SAVERS, saver)
         return saver
 
@@ -250,9 +270,13 @@ class ChiefSessionCreator(_ScaffoldedCreator):
         checkpoint_dir: Directory to restore from, the newest good checkpoint first.
         checkpoint_filename_with_path: Checkpoint to restore instead.
         graph: The graph; None for the caller's default graph.
+        init_from: See `Supervisor`; the directory is `checkpoint_dir`.
+        partial_restore: See `Supervisor`.
+        task: Our part in a cluster; see `asupervisor.cluster.Task`.
 
     Raises:
         RuntimeError: No graph was given and TensorFlow executes eagerly.
+        ValueError: The task has no session: a parameter server's, an evaluator's.
     """
 
     def __init__(
@@ -264,8 +288,21 @@ class ChiefSessionCreator(_ScaffoldedCreator):
         checkpoint_filename_with_path: str | os.PathLike[str] | None = None,
         *,
         graph: tf.Graph | None = None,
+        init_from: str | os.PathLike[str] | None = None,
+        partial_restore: bool | None = None,
+        task: ClusterTask | None = None,
     ) -> None:
-        super().__init__(scaffold, master, config, graph, checkpoint_dir, checkpoint_filename_with_path)
+        super().__init__(
+            scaffold,
+            master,
+            config,
+            graph,
+            checkpoint_dir,
+            checkpoint_filename_with_path,
+            task=task,
+            init_from=init_from,
+            partial_restore=partial_restore,
+        )
 
 
 class WorkerSessionCreator(_ScaffoldedCreator):
@@ -279,9 +316,11 @@ class WorkerSessionCreator(_ScaffoldedCreator):
         config: `ConfigProto` for the sessions.
         max_wait_secs: Longest wait for the chief, in seconds.
         graph: The graph; None for the caller's default graph.
+        task: Our part in a cluster; see `asupervisor.cluster.Task`.
 
     Raises:
         RuntimeError: No graph was given and TensorFlow executes eagerly.
+        ValueError: The task has no session: a parameter server's, an evaluator's.
     """
 
     is_chief = False
@@ -294,8 +333,9 @@ class WorkerSessionCreator(_ScaffoldedCreator):
         max_wait_secs: float = 30 * 60,
         *,
         graph: tf.Graph | None = None,
+        task: ClusterTask | None = None,
     ) -> None:
-        super().__init__(scaffold, master, config, graph, max_wait_secs=max_wait_secs)
+        super().__init__(scaffold, master, config, graph, max_wait_secs=max_wait_secs, task=task)
 
 
 def _init_fn(scaffold: Any) -> Callable[[Any], Any] | None:

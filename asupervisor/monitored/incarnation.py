@@ -241,6 +241,13 @@ class Incarnation:
         return self.run is not None and self.run.restored_from is not None
 
     @property
+    def adopted(self) -> bool:
+        """Whether its model is the live one, which the session before it has changed."""
+        if self.run is not None and self._of.on_restart == "adopts" and self.run.among_peers:
+            return self.run.adopted
+        return self._of.on_restart == "adopts"
+
+    @property
     def last_step(self) -> int | None:
         """The global step as last seen, or None; any thread."""
         return None if self.run is None else self.run.last_step

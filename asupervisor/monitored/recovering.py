@@ -189,7 +189,7 @@ class Incarnations:
             current, blueprint = self.current, self._blueprint
             if current is None or blueprint is None:
                 raise error
-            adopted = blueprint.on_restart == "adopts" and not self.policy.original
+            adopted = current.adopted and not self.policy.original
             if adopted and (harmless is None or not await harmless(current)):
                 raise StepOutcomeUnknown(before, await current.read_step()) from error
         finally:

@@ -83,7 +83,7 @@ class MonitoredSession:
         hooks: The hooks, in order; TensorFlow's run unchanged, on the device thread.
         stop_grace_period_secs: What services have to end by themselves after a stop, in seconds.
         graph: The graph; None for that of the creator, or the caller's default graph.
-        recovery: When to recover; defaults to `RecoveryPolicy()`.
+        recovery: When to recover; defaults to `RecoveryPolicy()`, in a cluster to `RecoveryPolicy.for_cluster()`.
         recovery_wait_secs: Longest wait between two looks at a model that is not ready, in seconds.
         clock: Where the time comes from.
         executor: The device thread to use; not closed.
@@ -126,9 +126,12 @@ class MonitoredSession:
         self._chain = HookChain(tuple(hooks or ()), self._emit)
         # No error that a thread or a service reports is a clean end; what the body raises is looked at in `_leave`.
         self._coord = Coordinator((StopRequested,), consequence_types=(tf.errors.CancelledError,), emit=self._emit)
-        self._incarnations = Incarnations(
-            self._name, recovery or RecoveryPolicy(), self._coord, self._clock, self._emit
-        )
+        peers = getattr(session_creator, "peers", None)
+        if recovery is None:
+            recovery = RecoveryPolicy() if peers is None else RecoveryPolicy.for_cluster()
+        if peers is not None:
+            peers.allow_reinit = recovery.allow_reinit
+        self._incarnations = Incarnations(self._name, recovery, self._coord, self._clock, self._emit)
         self._executor = executor
         self._writer = None if _writer is None else _writer(self._hub)
         self._around: Surroundings | None = None
@@ -138,6 +141,7 @@ class MonitoredSession:
         self._outcome: str | None = None
         self._closed = False
         self._was_finalized = False
+        self._released = False
         self._last_status: Status | None = None
         self._stream_parts: set[StreamPart] = set()
 
@@ -291,6 +295,8 @@ class MonitoredSession:
             clock=self._clock,
             emit=self._emit,
         )
+        if self._released and not self._was_finalized:  # nobody waits for it any more
+            _tf.unfinalize(self._graph)
         return prepared
 
     async def _on_thread(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -369,6 +375,7 @@ class MonitoredSession:
             self._incarnations.forget()
             await self._around.close()
             self._around = None
+            self._released = True
             if not self._was_finalized:
                 _tf.unfinalize(self._graph)
 

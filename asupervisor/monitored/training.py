@@ -14,6 +14,7 @@ from asupervisor.monitored.creators import ChiefSessionCreator, SavingSettings, 
 from asupervisor.monitored.session import MonitoredSession
 from asupervisor.recovery import RecoveryPolicy
 from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.services.peers import ClusterTask
 from asupervisor.summary.base import SummaryWriter
 from asupervisor.summary.writer import EventFileWriter
 
@@ -43,6 +44,10 @@ def MonitoredTrainingSession(
     recovery_wait_secs: float = 30,
     clock: Clock | None = None,
     executor: DeviceExecutor | None = None,
+    init_from: str | os.PathLike[str] | None = None,
+    checkpoint_filename_with_path: str | os.PathLike[str] | None = None,
+    partial_restore: bool | None = None,
+    task: ClusterTask | None = None,
 ) -> MonitoredSession:
     """A monitored session that saves, summarises and measures by itself, where it has a checkpoint directory.
 
@@ -79,14 +84,22 @@ def MonitoredTrainingSession(
         recovery_wait_secs: See `MonitoredSession`.
         clock: Where the time comes from.
         executor: The device thread to use; not closed.
+        init_from: See `Supervisor`; the directory is `checkpoint_dir`.
+        checkpoint_filename_with_path: The one checkpoint to begin from, at each start of the program; see
+            `Supervisor`. A recovery goes on from what the session has saved since.
+        partial_restore: See `Supervisor`.
+        task: Our part in a cluster: it tells `is_chief`, which master sessions are opened on and how they are
+            configured; see `asupervisor.cluster.Task`.
 
     Returns:
         The session, to be entered.
 
     Raises:
-        ValueError: Both kinds of interval were given for checkpoints, or for summaries.
+        ValueError: Both kinds of interval were given for checkpoints, or for summaries; or two places to begin from.
         RuntimeError: No graph was given and TensorFlow executes eagerly.
     """
+    if task is not None:
+        is_chief = task.is_chief
     summary_secs, summary_steps = _intervals(
         "save_summaries", save_summaries_secs, save_summaries_steps, default=(None, 100)
     )
@@ -103,9 +116,19 @@ def MonitoredTrainingSession(
     }
     creator: SessionCreator
     if not is_chief:
-        creator = WorkerSessionCreator(scaffold, master, config, max_wait_secs, graph=graph)
+        creator = WorkerSessionCreator(scaffold, master, config, max_wait_secs, graph=graph, task=task)
         return MonitoredSession(creator, hooks, stop_grace_period_secs, **shared)
-    creator = ChiefSessionCreator(scaffold, master, config, checkpoint_dir, graph=graph)
+    creator = ChiefSessionCreator(
+        scaffold,
+        master,
+        config,
+        checkpoint_dir,
+        checkpoint_filename_with_path,
+        graph=graph,
+        init_from=init_from,
+        partial_restore=partial_restore,
+        task=task,
+    )
     first_hooks = list(chief_only_hooks or ())
     all_hooks = [*first_hooks, *(hooks or ())]
     summary_to = summary_dir or checkpoint_dir

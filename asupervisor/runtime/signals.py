@@ -57,8 +57,18 @@ def subscribe(on_signal: OnSignal) -> None:
     _subscribers = (*_subscribers, on_signal)
 
 
-def unsubscribe(on_signal: OnSignal) -> None:
-    """Undo `subscribe`; the last one restores the previous handlers and sends what was held back."""
+def subscribed() -> int:
+    """How many there are."""
+    return len(_subscribers)
+
+
+def unsubscribe(on_signal: OnSignal, *, resend: bool = True) -> None:
+    """Undo `subscribe`; the last one restores the previous handlers and sends what was held back.
+
+    Args:
+        on_signal: What was subscribed.
+        resend: Whether to send it. Otherwise the caller ends the process itself.
+    """
     global _subscribers, _held_back
     if on_signal not in _subscribers:
         return
@@ -74,7 +84,7 @@ def unsubscribe(on_signal: OnSignal) -> None:
                 signal.signal(number, before)
                 _previous[number].pop()
     held_back, _held_back = _held_back, None
-    if held_back is not None:
+    if held_back is not None and resend:
         signal.raise_signal(held_back)
 
 

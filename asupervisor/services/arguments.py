@@ -63,6 +63,54 @@ def checked_logdir(logdir: Any) -> str | None:
         raise TypeError(f"logdir must be a path, not {logdir!r}") from None
 
 
+def checked_place(name: str, place: Any) -> str | None:
+    """A checkpoint or a directory as an absolute path; a remote address as it is; None for none.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is empty.
+    """
+    if place is None:
+        return None
+    try:
+        path = os.fsdecode(place).removeprefix("file://")
+    except TypeError:
+        raise TypeError(f"{name} must be a path, not {place!r}") from None
+    if not path:
+        raise ValueError(f"{name} must not be empty")
+    return resolved(path)
+
+
+def check_beginnings(logdir: Any, explicit: str | None, init_from: str | None) -> None:
+    """Raise unless the places that a model is to be restored from go together.
+
+    Raises:
+        ValueError: There are two; or there is no directory that the second one belongs to.
+    """
+    if explicit is not None and init_from is not None:
+        raise ValueError(
+            f"there are two places to begin from: checkpoint_filename_with_path={explicit!r} at each start, "
+            f"init_from={init_from!r} only where the directory of this run has no checkpoint"
+        )
+    if init_from is not None and not logdir:
+        raise ValueError(
+            "init_from tells where to begin as long as the directory of this run has no checkpoint, and there is no "
+            "such directory: name one checkpoint by checkpoint_filename_with_path"
+        )
+
+
+def check_restores(saver: Any, place: str | None) -> None:
+    """Raise ValueError where a place to restore from is given, and nothing that restores."""
+    if saver is None and place is not None:
+        raise ValueError(f"{place!r} cannot be restored: saver=None, or the graph has no variables")
+
+
+def check_partial_restore(partial_restore: Any) -> None:
+    """Raise TypeError unless it is None, True or False."""
+    if partial_restore is not None and not isinstance(partial_restore, bool):
+        raise TypeError(f"partial_restore must be None, True or False, not {partial_restore!r}")
+
+
 def resolved(logdir: str) -> str:
     """The directory as an absolute path; a remote address as it is."""
     return logdir if "://" in logdir else os.path.abspath(logdir)  # noqa: PTH100 (links are not to be followed)

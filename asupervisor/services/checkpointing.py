@@ -261,6 +261,8 @@ class CheckpointService:
         saved = self._saved
         if saved is None or saved.training_runs != self._session.training_runs:
             return True
+        if self._session.raw.sess_str:  # on a server: others may have trained
+            return True
         # A train op that does not advance the global step makes no training runs. Its work is saved all the same.
         return self._session.training_runs == 0 and self._session.statistics().writing_runs != self._runs_saved
 

@@ -20,13 +20,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
+from asupervisor._timeouts import without_timeout
 from asupervisor.errors import SessionClosed, describe, telling_line
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.coordinator import Coordinator
@@ -278,7 +279,7 @@ class QueueFeeder:
         try:
             with group.session.graph.as_default():
                 # Compiled once: it is called for each element.
-                enqueue = raw.make_callable(self.op)
+                enqueue = _enqueuer(raw, self.op)
                 while not group.stopping():
                     try:
                         enqueue()
@@ -335,6 +336,15 @@ class QueueCloser:
                 self.group.emit(
                     "queue.cancel_failed", f"cancelling queue {self.group.queue}: {describe(ignored)}", level="debug"
                 )
+
+
+def _enqueuer(raw: tf.compat.v1.Session, op: Any) -> Callable[[], Any]:
+    """What runs an enqueue op, for as long as the queue is full."""
+    options = without_timeout(raw)
+    if options is None:
+        quick: Callable[[], Any] = raw.make_callable(op)
+        return quick
+    return partial(raw.make_callable(op, accept_options=True), options=options)
 
 
 def _check_runner(runner: Any, graph: tf.Graph) -> None:

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
@@ -25,19 +25,23 @@ from asupervisor.checkpoint.records import CheckpointInfo, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock
-from asupervisor.errors import SessionClosed, WrongEventLoop, describe
+from asupervisor.errors import ModelLost, PeersUnreachable, SessionClosed, WrongEventLoop, describe
 from asupervisor.events import Level, Status
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.runtime.service import Service
 from asupervisor.services.checkpointing import CheckpointService
 from asupervisor.services.feeders import make_feeders, report_starved
+from asupervisor.services.peers import Around as PeersAround
+from asupervisor.services.peers import Peers, Ways, is_loss
 from asupervisor.services.step_counter import StepCounter
 from asupervisor.services.summaries import SummaryService
 from asupervisor.services.surroundings import Surroundings
+from asupervisor.services.sync_replicas import SyncReplicas
 from asupervisor.session.elements import GraphElements, step_value
 from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
+from asupervisor.session.waiting import Patience
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +51,14 @@ class RunSettings:
     For a non-chief `logdir` and the intervals are None.
 
     Attributes:
-        checkpoint_filename_with_path: Checkpoint to restore instead of the logdir's newest.
+        checkpoint_filename_with_path: Checkpoint to restore instead of the logdir's newest, until this process has
+            saved one there itself.
         log_step_count_steps: Steps between two records of the training speed, instead of `save_summaries_secs`.
         services_without_logdir: Whether there are summaries and a step counter wherever there is a summary writer.
         write_graph: Whether ``graph.pbtxt`` is written into the logdir.
+        fresh_start: Whether the model is made anew, whatever there is.
+        peers: The other tasks of the cluster, or None.
+        sync_replicas: What there is to do for synchronous replicas, or None.
     """
 
     name: str
@@ -71,6 +79,9 @@ class RunSettings:
     log_step_count_steps: int | None = None
     services_without_logdir: bool = False
     write_graph: bool = True
+    fresh_start: bool = False
+    peers: Peers | None = None
+    sync_replicas: SyncReplicas | None = None
 
     @property
     def saves(self) -> bool:
@@ -107,7 +118,12 @@ class SupervisedRun:
     ) -> None:
         self.restored_from: str | None = None
         """The checkpoint that the model came from, or None."""
+        self.adopted = False
+        """Whether it is a live model, which somebody else keeps."""
         self._first = first
+        if store is not None and store.last is not None and settings.checkpoint_filename_with_path is not None:
+            # It is where training began. A later session of this process goes on from what it has saved since.
+            settings = replace(settings, checkpoint_filename_with_path=None)
         self._settings = settings
         self._around = around
         self._coordinator = coordinator or around.coordinator
@@ -128,6 +144,12 @@ class SupervisedRun:
         self._seen_step: int | None = None  # of what has been given up, or saved
         self._start_error: str | None = None
         self._final: Status | None = None
+        self._leaves_as: Literal["done", "failed", "lost"] = "lost"
+
+    @property
+    def among_peers(self) -> bool:
+        """Whether there are other tasks."""
+        return self._settings.peers is not None
 
     # ------------------------------------------------------------------ start
 
@@ -161,6 +183,8 @@ class SupervisedRun:
         settings, elements = self._settings, self._settings.elements
         if self._store is not None:
             self._store.lock = self._around.lock
+            if settings.checkpoint_filename_with_path is not None and settings.saves_by_itself:
+                await self._executor.side(self._store.check_begins_from, settings.checkpoint_filename_with_path)
         manager = self._manager.bound(
             executor=self._executor,
             clock=settings.clock,
@@ -170,19 +194,12 @@ class SupervisedRun:
             global_step=elements.global_step,
             close=self._close_session,
         )
-        if settings.is_chief:
-            session = await manager.prepare_session(
-                master,
-                init_op=elements.init_op,
-                saver=elements.saver,
-                checkpoint_dir=None if settings.checkpoint_filename_with_path else settings.logdir,
-                checkpoint_filename_with_path=settings.checkpoint_filename_with_path,
-                wait_for_checkpoint=wait_for_checkpoint,
-                max_wait_secs=max_wait_secs,
-                config=config,
-                init_feed_dict=settings.init_feed_dict,
-                init_fn=settings.init_fn,
+        if settings.peers is not None:
+            session = await self._open_among(
+                settings.peers, manager, master, config, wait_for_checkpoint, max_wait_secs
             )
+        elif settings.is_chief:
+            session = await self._prepared(manager, master, config, wait_for_checkpoint, max_wait_secs)
         else:
             session = await manager.wait_for_session(master, config=config, max_wait_secs=max_wait_secs)
         self._session = session
@@ -193,6 +210,8 @@ class SupervisedRun:
             self._start_step = None
         if self._store is not None and settings.saves_by_itself and start_standard_services:
             await session.control(self._store.warm_up)
+        if settings.sync_replicas is not None:
+            await session.control(settings.sync_replicas.initialise)
         self._write_graph()
         self._emit(
             "session.started",
@@ -205,6 +224,90 @@ class SupervisedRun:
             if settings.is_chief and settings.logdir is not None:
                 self.start_standard_services(host, session)
             self.start_queue_runners(host, session, None)
+        if settings.sync_replicas is not None:
+            host.spawn(
+                settings.sync_replicas.name,
+                settings.sync_replicas.aggregate,
+                session,
+                self._coordinator,
+                lambda: self._leaving_as(self._outcome()) == "done",
+            )
+        if settings.peers is not None:
+            host.spawn("cluster", settings.peers.watch, critical=False, on_stop="cancel")
+        return session
+
+    async def _prepared(
+        self, manager: SessionManager, master: str, config: Any, wait_for_checkpoint: bool, max_wait_secs: float
+    ) -> AsyncSession:
+        """A chief's session: restored, or initialised."""
+        settings, elements = self._settings, self._settings.elements
+        return await manager.prepare_session(
+            master,
+            init_op=elements.init_op,
+            saver=elements.saver,
+            checkpoint_dir=None if settings.checkpoint_filename_with_path else settings.logdir,
+            checkpoint_filename_with_path=settings.checkpoint_filename_with_path,
+            wait_for_checkpoint=wait_for_checkpoint,
+            max_wait_secs=max_wait_secs,
+            config=config,
+            init_feed_dict=settings.init_feed_dict,
+            init_fn=settings.init_fn,
+        )
+
+    async def _open_among(
+        self,
+        peers: Peers,
+        manager: SessionManager,
+        master: str,
+        config: Any,
+        wait_for_checkpoint: bool,
+        max_wait_secs: float,
+    ) -> AsyncSession:
+        """A session of a cluster: the live model, if it is ours; else a chief's way, or a worker's."""
+        settings = self._settings
+        master, config = master or peers.target, peers.configured(config)
+
+        async def wait(secs: float) -> AsyncSession:
+            return await manager.wait_for_session(master, config=config, max_wait_secs=secs)
+
+        async def prepare() -> AsyncSession:
+            if not peers.may_initialise:
+                return await self._restored(manager, master, config)
+            return await self._prepared(manager, master, config, wait_for_checkpoint, max_wait_secs)
+
+        ways = Ways(adopt=lambda: wait(0.0), prepare=prepare, wait=wait)
+        around = PeersAround(
+            executor=self._executor,
+            patience=Patience(settings.clock, self._emit, self._coordinator),
+            emit=self._emit,
+            logdir=settings.logdir,
+            afresh=settings.fresh_start or settings.checkpoint_filename_with_path is not None,
+            max_wait_secs=max_wait_secs,
+        )
+        session, how = await peers.open(ways, around)
+        self.adopted = how == "adopted"
+        if how == "adopted" and self._store is not None:
+            self._store.claim(None)  # what lies there is an earlier state of this very model
+        return session
+
+    async def _restored(self, manager: SessionManager, master: str, config: Any) -> AsyncSession:
+        """A chief's session whose model was lost: restored, or not at all.
+
+        Raises:
+            ModelLost: There is nothing to restore.
+        """
+        settings, elements = self._settings, self._settings.elements
+        explicit = settings.checkpoint_filename_with_path
+        session, ready = await manager.recover_session(
+            master,
+            saver=elements.saver,
+            checkpoint_dir=None if explicit else settings.logdir,
+            checkpoint_filename_with_path=explicit,
+            config=config,
+        )
+        if not ready:
+            await session.close_raw(KILL_GRACE_SECS)
+            raise ModelLost()
         return session
 
     def _write_graph(self) -> None:
@@ -304,7 +407,7 @@ class SupervisedRun:
 
     async def save(self) -> CheckpointInfo:
         """See `Supervisor.save`."""
-        if self._store is None:
+        if self._store is None or not self._settings.saves:
             raise RuntimeError(
                 f"{self._settings.name} cannot save: that needs a chief with a logdir and a saver "
                 f"(is_chief={self._settings.is_chief}, logdir={self._settings.logdir!r}, "
@@ -382,8 +485,23 @@ class SupervisedRun:
 
     async def settle(self) -> None:
         """The final save, where there is anything to save that is not saved yet."""
+        host, peers = self._host, self._settings.peers
+        outcome = self._outcome()
+        if peers is not None:
+            self._leaves_as = self._leaving_as(outcome)
+            if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
+                return  # the model is with the others, or nowhere
+            if self._leaves_as == "done" and host is not None:
+                await peers.before_last_save(0.8 * host.grace_left)
         if self._checkpoints is not None and self._settings.saves_by_itself and self._settings.save_on_exit:
-            await self._checkpoints.final_save(self._outcome(), self._host.grace_left if self._host else None)
+            await self._checkpoints.final_save(outcome, host.grace_left if host else None)
+
+    def _leaving_as(self, outcome: Outcome) -> Literal["done", "failed", "lost"]:
+        """What the others are told of our end. Whoever was told to end, or has lost somebody, is expected back."""
+        error = self._ending[0] or self._coordinator.error
+        if error is not None:
+            return "lost" if is_loss(error) or isinstance(error, PeersUnreachable) else "failed"
+        return "lost" if outcome is Outcome.CANCELLED or self._around.signalled else "done"
 
     def end_with(self, error: BaseException | None, *, cancelled: bool) -> None:
         """Tell how the session ends, where its own coordinator does not know."""
@@ -407,6 +525,8 @@ class SupervisedRun:
                 self._emit(
                     "session.close_blocked", "the session's close is blocked by a run that never ends", level="error"
                 )
+            if self._settings.peers is not None:
+                await self._settings.peers.leave(self._leaves_as)
         finally:
             if host is not None:
                 self._final = self.status(host)

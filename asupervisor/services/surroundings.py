@@ -53,6 +53,8 @@ class Surroundings:
         self.writer = writer
         self.executor = executor or DeviceExecutor(f"{name}/cpu:0", emit=hub.emit)
         self.lock: LogdirLock | None = None
+        self.signalled = False
+        """Whether a signal has asked for the stop."""
         self._name = name
         self._owns_executor = executor is None
         self._logdir = logdir
@@ -84,6 +86,7 @@ class Surroundings:
             self._writer_is_ours = True
 
     def _on_signal(self, number: int) -> None:
+        self.signalled = True
         self.coordinator.request_stop()
 
     async def _take_logdir(self, logdir: str, run_id: str | None) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar, cast
 import tensorflow as tf
 
 from asupervisor import _tf
+from asupervisor._timeouts import for_long
 from asupervisor.clock import Clock, SystemClock
 from asupervisor.errors import StopRequested
 from asupervisor.events import EventSink, log_only
@@ -473,7 +474,7 @@ class SessionManager:
 
 
 def _run(raw: tf.compat.v1.Session, op: Any, feed_dict: Any, options: Any) -> None:
-    raw.run(op, feed_dict=feed_dict, options=options)
+    raw.run(op, feed_dict=feed_dict, options=options if options is not None else for_long(raw))
 
 
 def _call_init_fn(raw: tf.compat.v1.Session, init_fn: Callable[[Any], Any]) -> Any:

@@ -1,0 +1,312 @@
+"""How a chief or a worker comes in, stays and leaves.
+
+::
+
+    in:    parameter servers answer ── our own server runs ── chief: adopt the live model, or close the epoch, restore
+           or initialise, open the epoch ── worker: an epoch, a model that is ready, and still the same epoch
+    leave: worker: done ── chief: all workers are done or gone, final save, done ── parameter servers end by themselves
+
+Whatever a peer's loss breaks on the way in is tried again, until the model's deadline: `outage_secs`, once there has
+been a session. On the event loop; what blocks is on side threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import tensorflow as tf
+
+from asupervisor import _tf
+from asupervisor.checkpoint import files as fs
+from asupervisor.cluster.config import Layout, Member
+from asupervisor.cluster.probing import answers, silent_ones
+from asupervisor.cluster.register import Reading, Register, TaskState
+from asupervisor.errors import PeersUnreachable, SessionClosed, SessionNotReady, describe, telling_line
+from asupervisor.services.peers import Around, How, Ways, is_loss
+from asupervisor.session.session import AsyncSession
+from asupervisor.session.waiting import Polls
+
+T = TypeVar("T")
+
+RUN_NAME = "cluster_run.json"
+"""The file in the chief's log directory that holds its run."""
+
+#: Longest pause between two looks at peers that do not answer, in seconds.
+LOOK_EVERY_SECS = 0.25
+WATCH_EVERY_SECS = 1.0
+#: A worker that is at work, and at whose address nobody listens for so long, will not be waited for, in seconds.
+REJOIN_SECS = 10.0
+TELL_EVERY_SECS = 10.0
+
+
+class Server(Protocol):
+    """Our own task, as far as it is needed here."""
+
+    layout: Layout
+    outage_secs: float
+
+    @property
+    def target(self) -> str:
+        """The master for sessions."""
+
+    def configured(self, config: Any = None) -> Any:
+        """See `Task.configured`."""
+
+    def start_server(self) -> None:
+        """Start our server, once; blocks."""
+
+
+class Membership:
+    """One task's place among the others; see `services.peers.Peers`.
+
+    Args:
+        task: Our own task: a chief's or a worker's.
+    """
+
+    def __init__(self, task: Server) -> None:
+        self._task = task
+        self._layout = task.layout
+        self._around: Around | None = None
+        self._register: Register | None = None
+        self.allow_reinit = False
+        self._was_ready = False
+        self._epoch = ""  # of the model that this worker knows
+
+    @property
+    def target(self) -> str:
+        """See `Peers.target`."""
+        return self._task.target
+
+    def configured(self, config: Any = None) -> Any:
+        """See `Peers.configured`."""
+        return self._task.configured(config)
+
+    @property
+    def may_initialise(self) -> bool:
+        """See `Peers.may_initialise`."""
+        return self.allow_reinit or not self._was_ready
+
+    @property
+    def is_in(self) -> bool:
+        """Whether there is a session."""
+        return self._around is not None
+
+    # ------------------------------------------------------------------ in
+
+    async def open(self, ways: Ways, around: Around) -> tuple[AsyncSession, How]:
+        """See `Peers.open`.
+
+        Raises:
+            PeersUnreachable: Parameter servers did not answer in time.
+            SessionNotReady: They do, but the model did not become ready in time.
+            PortInUse: Our own server cannot listen.
+            StopRequested: A stop came first.
+        """
+        self._around = around
+        patience = around.patience
+        limit_secs = min(around.max_wait_secs, self._task.outage_secs) if self._was_ready else around.max_wait_secs
+        begun = patience.clock.monotonic()
+        deadline = begun + limit_secs
+        polls, reason = Polls(LOOK_EVERY_SECS), ""
+        while True:
+            await self._reach_servers(around, begun, deadline, reason)
+            try:
+                await patience.first(self._side(self._task.start_server, "start of the server"))
+                come_in = self._as_chief if self._layout.is_chief else self._as_worker
+                session, how = await come_in(ways, around, begun, deadline)
+                self._was_ready = True
+                return session, how
+            except Exception as error:
+                if not is_loss(error):
+                    raise
+                reason = telling_line(error)
+                around.emit(
+                    "cluster.retrying", f"a peer was lost while the session was opened: {reason}", error=describe(error)
+                )
+                await self._hang_up()
+                if patience.clock.monotonic() >= deadline:
+                    raise PeersUnreachable(
+                        [str(server) for server in self._layout.servers], limit_secs, reason
+                    ) from error
+            await patience.pause(polls.next())
+
+    async def _reach_servers(self, around: Around, begun: float, deadline: float, reason: str) -> None:
+        """Wait until somebody listens at every parameter server's address.
+
+        Only then may TensorFlow try: its own attempts at an address where nobody listens are far apart.
+        """
+        patience, polls = around.patience, Polls(LOOK_EVERY_SECS)
+        while silent := await patience.first(silent_ones(self._layout.servers)):
+            now = patience.clock.monotonic()
+            names = [str(server) for server in silent]
+            if now >= deadline:
+                raise PeersUnreachable(names, now - begun, reason)
+            if polls.tell(" ".join(names), now):
+                around.emit(
+                    "cluster.waiting", f"waiting for {', '.join(names)}", peers=names, waited_secs=round(now - begun, 1)
+                )
+            await patience.pause(min(polls.next(), max(0.0, deadline - now)))
+
+    async def _as_chief(self, ways: Ways, around: Around, begun: float, deadline: float) -> tuple[AsyncSession, How]:
+        register = self._get_register()
+        run = await around.patience.first(self._side(self._own_run, "read the run", around))
+        reading = await around.patience.first(self._side(register.read, "read the register"))
+        if reading.run == run and (self._was_ready or not around.afresh):
+            with contextlib.suppress(SessionNotReady):
+                session = await ways.adopt()
+                around.emit("cluster.adopted", f"the live model was adopted, as {reading.epoch}", epoch=reading.epoch)
+                await self._introduce(session)
+                return session, "adopted"
+        await around.patience.first(self._side(register.close_epoch, "close the epoch"))
+        session = await ways.prepare()
+        try:
+            await around.patience.first(self._side(register.open_epoch, "open the epoch", run))
+        except BaseException:
+            await session.close_raw(1.0)
+            raise
+        await self._introduce(session)
+        return session, "prepared"
+
+    async def _as_worker(self, ways: Ways, around: Around, begun: float, deadline: float) -> tuple[AsyncSession, How]:
+        register, patience, polls = self._get_register(), around.patience, Polls(LOOK_EVERY_SECS)
+        chief = str(self._layout.chief)
+        while True:
+            reading = await patience.first(self._side(register.read, "read the register"))
+            left_secs = deadline - patience.clock.monotonic()
+            if reading.epoch:
+                session = await ways.wait(max(0.0, left_secs))
+                try:
+                    again = await patience.first(self._side(register.read, "read the register"))
+                    if again.epoch == reading.epoch:
+                        await self._introduce(session)
+                        known, self._epoch = self._epoch, again.epoch
+                        return session, "adopted" if known == again.epoch else "prepared"
+                except BaseException:
+                    await session.close_raw(1.0)
+                    raise
+                await session.close_raw(1.0)  # the chief has begun to make the model anew meanwhile
+            elif left_secs <= 0:
+                waited_secs = patience.clock.monotonic() - begun
+                raise _tf.SessionNotReady([f"the model, by {chief}"], round(waited_secs, 1))
+            elif polls.tell(chief, patience.clock.monotonic()):
+                around.emit("cluster.waiting", f"waiting for {chief} to make the model ready", peers=[chief])
+            await patience.pause(min(polls.next(), max(0.05, left_secs)))
+
+    async def _introduce(self, session: AsyncSession) -> None:
+        assert self._layout.me is not None
+        try:
+            await self._side(self._get_register().tell, "tell the register", self._layout.me, TaskState.WORKING)
+        except BaseException:
+            await session.close_raw(1.0)
+            raise
+
+    def _own_run(self, around: Around) -> str:
+        """The run of the chief's log directory; blocking.
+
+        Without a directory there is nothing that a model could be restored from, so that whatever is alive is ours.
+        """
+        if around.logdir is None:
+            return "without-logdir"
+        path = Path(around.logdir) / RUN_NAME
+        if self._was_ready or not around.afresh:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return str(json.loads(path.read_text())["run"])
+        run = secrets.token_hex(8)
+        fs.write_atomically(path, json.dumps({"run": run}))
+        return run
+
+    # ------------------------------------------------------------------ while it lasts
+
+    async def watch(self) -> None:
+        """See `Peers.watch`: so that it is remembered who has ended, should a parameter server be lost."""
+        around = self._around
+        assert around is not None
+        with contextlib.suppress(SessionClosed):
+            while True:
+                await around.patience.clock.sleep(WATCH_EVERY_SECS)
+                await self._look()
+
+    async def _look(self) -> Reading | None:
+        """What the register says, or None where it cannot be asked now."""
+        try:
+            return await self._side(self._get_register().read, "read the register")
+        except tf.errors.OpError:
+            return None
+
+    # ------------------------------------------------------------------ out
+
+    async def before_last_save(self, limit_secs: float) -> None:
+        """See `Peers.before_last_save`: the chief waits for its workers, and for nobody who is gone."""
+        if not self._layout.is_chief or self._around is None:
+            return
+        clock, emit = self._around.patience.clock, self._around.emit
+        deadline = clock.monotonic() + limit_secs
+        gone_since: dict[Member, float] = {}
+        told_at = -math.inf
+        while reading := await self._look():
+            working = [
+                member
+                for member, state in zip(self._layout.trainers[1:], reading.states[1:], strict=True)
+                if state is TaskState.WORKING
+            ]
+            now = clock.monotonic()
+            for member in working:
+                if await answers(member):
+                    gone_since.pop(member, None)
+                else:
+                    gone_since.setdefault(member, now)
+            gone = [member for member in working if now - gone_since.get(member, now) >= REJOIN_SECS]
+            awaited = [str(member) for member in working if member not in gone]
+            if not awaited or now >= deadline:
+                left_out = awaited + [str(member) for member in gone]
+                if left_out:
+                    emit(
+                        "cluster.workers_left",
+                        f"the last save is made without waiting for {', '.join(left_out)}",
+                        level="warning",
+                        peers=left_out,
+                    )
+                return
+            if now >= told_at + TELL_EVERY_SECS:
+                told_at = now
+                emit("cluster.waiting", f"waiting for the end of {', '.join(awaited)}", peers=awaited)
+            await clock.sleep(LOOK_EVERY_SECS)
+
+    async def leave(self, how: Literal["done", "failed", "lost"]) -> None:
+        """See `Peers.leave`."""
+        state = {"done": TaskState.DONE, "failed": TaskState.FAILED}.get(how)
+        if self._around is None:
+            return
+        try:
+            if state is not None and self._layout.me is not None:
+                with contextlib.suppress(tf.errors.OpError):  # whoever is gone need not be told
+                    await self._side(self._get_register().tell, "tell the register", self._layout.me, state)
+        finally:
+            await self._hang_up()
+            self._around = None
+
+    # ------------------------------------------------------------------ threads
+
+    def _get_register(self) -> Register:
+        if self._register is None:
+            self._register = Register(self._layout, self._task.target, self._task.configured())
+        return self._register
+
+    async def _hang_up(self) -> None:
+        """Close the register's session, where that is quick; else a thread goes on with it alone."""
+        if self._register is not None and self._around is not None:
+            hanging_up = asyncio.ensure_future(self._side(self._register.hang_up, "close the register"))
+            await asyncio.wait([hanging_up], timeout=0.5)
+            if not hanging_up.done():
+                hanging_up.cancel()
+
+    async def _side(self, fn: Callable[..., T], label: str, *args: Any) -> T:
+        assert self._around is not None
+        return await self._around.executor.side(fn, *args, label=label)

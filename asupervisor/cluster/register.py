@@ -1,0 +1,176 @@
+"""What the tasks of a cluster tell one another: a few variables on the first parameter server.
+
+* the **epoch**: ``"<run>/<number>"`` once the chief has initialised or restored the model, empty while it is at it. The
+  run is that of the chief's log directory; the number is another one each time. A model without an epoch is not ready,
+  whatever its variables look like: half of them may come from a checkpoint that is still being read;
+* the **states**: for each task that trains, whether it is at work or has ended.
+
+They live in a container and a graph of their own: the user's graph, its savers and its ready ops never see them. The
+first parameter server loses them together with its part of the model, which is what makes them trustworthy.
+
+Everything here blocks, up to `CALL_SECS` where a peer is frozen; on side threads only.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from asupervisor.cluster.config import Layout, Member
+from asupervisor.session.opening import close_quietly
+
+tf1 = tf.compat.v1
+
+CALL_SECS = 2.0
+"""The longest that one question to the parameter server takes, in seconds."""
+
+_CONTAINER = "asupervisor"
+
+
+class TaskState(enum.IntEnum):
+    """What is known of a task that trains."""
+
+    UNSEEN = 0
+    WORKING = 1
+    DONE = 2
+    FAILED = 3
+
+    @property
+    def ended(self) -> bool:
+        """Whether it will not come back."""
+        return self >= TaskState.DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the register says.
+
+    Attributes:
+        epoch: The epoch, or an empty string.
+        states: The states of `Layout.trainers`, in their order.
+    """
+
+    epoch: str
+    states: tuple[TaskState, ...]
+
+    @property
+    def run(self) -> str:
+        """The run whose model is on the parameter servers, or an empty string."""
+        return self.epoch.rpartition("/")[0]
+
+
+class Register:
+    """The register of one cluster, as one task sees it.
+
+    Args:
+        layout: The cluster.
+        target: The server to open sessions on: our own.
+        config: The `ConfigProto` of its sessions.
+    """
+
+    def __init__(self, layout: Layout, target: str, config: Any) -> None:
+        self.last: Reading | None = None
+        """What it said last; any thread."""
+        self._layout = layout
+        self._target = target
+        self._config = config
+        self._lock = threading.Lock()
+        self._session: tf.compat.v1.Session | None = None
+        self._options = tf1.RunOptions(timeout_in_ms=int(CALL_SECS * 1000))
+        self._ended: dict[int, TaskState] = {}  # survives the loss of the parameter server
+        self._build()
+
+    def _build(self) -> None:
+        self._graph = tf.Graph()
+        count = len(self._layout.trainers)
+        with self._graph.as_default(), self._graph.container(_CONTAINER), tf1.device("/job:ps/task:0/device:CPU:0"):
+            raw = tf.raw_ops
+            epoch = raw.VarHandleOp(dtype=tf.string, shape=[], container=_CONTAINER, shared_name="epoch")
+            states = raw.VarHandleOp(dtype=tf.int32, shape=[count], container=_CONTAINER, shared_name="states")
+            self._is_there = tf.logical_and(
+                raw.VarIsInitializedOp(resource=epoch), raw.VarIsInitializedOp(resource=states)
+            )
+            self._read = (
+                raw.ReadVariableOp(resource=epoch, dtype=tf.string),
+                raw.ReadVariableOp(resource=states, dtype=tf.int32),
+            )
+            self._new_epoch = tf1.placeholder(tf.string, [])
+            self._set_epoch = raw.AssignVariableOp(resource=epoch, value=self._new_epoch)
+            self._new_states = tf1.placeholder(tf.int32, [count])
+            self._set_states = raw.AssignVariableOp(resource=states, value=self._new_states)
+            self._index = tf1.placeholder(tf.int32, [])
+            self._state = tf1.placeholder(tf.int32, [])
+            self._set_state = raw.ResourceScatterUpdate(resource=states, indices=self._index, updates=self._state)
+            self._graph.finalize()
+
+    # ------------------------------------------------------------------ questions and news
+
+    def read(self) -> Reading:
+        """What it says; empty where the parameter server has just begun.
+
+        Raises:
+            tf.errors.OpError: The parameter server cannot be asked now.
+        """
+        with self._lock:
+            if not self._run(self._is_there):
+                reading = Reading("", (TaskState.UNSEEN,) * len(self._layout.trainers))
+            else:
+                epoch, states = self._run(self._read)
+                reading = Reading(epoch.decode(), tuple(TaskState(int(state)) for state in states))
+            self._ended.update((index, state) for index, state in enumerate(reading.states) if state.ended)
+            self.last = reading
+            return reading
+
+    def close_epoch(self) -> None:
+        """The model is about to be made anew: until `open_epoch`, nobody shall take it for ready. The chief's to say.
+
+        Raises:
+            tf.errors.OpError: The parameter server cannot be told now.
+        """
+        with self._lock:
+            there = self._run(self._is_there)
+            self._run(self._set_epoch, {self._new_epoch: ""})
+            if not there:
+                # It has begun anew: who has ended since is known here only.
+                states = [self._ended.get(index, TaskState.UNSEEN) for index in range(len(self._layout.trainers))]
+                self._run(self._set_states, {self._new_states: states})
+
+    def open_epoch(self, run: str) -> None:
+        """The model is ready. The chief's to say.
+
+        Raises:
+            tf.errors.OpError: The parameter server cannot be told now.
+        """
+        with self._lock:
+            self._run(self._set_epoch, {self._new_epoch: f"{run}/{secrets.token_hex(4)}"})
+
+    def tell(self, member: Member, state: TaskState) -> None:
+        """What a task is at.
+
+        Raises:
+            tf.errors.OpError: The parameter server cannot be told now.
+        """
+        index = self._layout.trainers.index(member)
+        with self._lock:
+            if not state.ended:
+                self._ended.pop(index, None)
+            self._run(self._set_state, {self._index: index, self._state: int(state)})
+
+    # ------------------------------------------------------------------ the session
+
+    def _run(self, fetches: Any, feeds: Any = None) -> Any:
+        if self._session is None:
+            self._session = tf1.Session(self._target, graph=self._graph, config=self._config)
+        return self._session.run(fetches, feeds, options=self._options)
+
+    def hang_up(self) -> None:
+        """Close the session, which may take a while where the parameter server is gone; the next question opens one."""
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None:
+            close_quietly(session)

@@ -1,0 +1,109 @@
+"""A task's main coroutine and its exit code, as restart policies understand it.
+
+======  ==========================================================================================================
+0       the task has done its part
+1       an error of its own: starting it again would not help
+2       the configuration cannot work
+138     a peer was lost for longer than allowed, or the port was not free yet: start it again
+130     ended by SIGINT
+143     ended by SIGTERM
+======  ==========================================================================================================
+
+Kubernetes' TFJob with the restart policy ``ExitCode`` takes 1 to 127 for permanent and anything above for retryable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, NoReturn
+
+from asupervisor.errors import (
+    ClusterConfigError,
+    PeersUnreachable,
+    PortInUse,
+    RecoveryExhausted,
+    StopRequested,
+)
+from asupervisor.runtime import signals
+from asupervisor.services.peers import is_loss
+
+EXIT_LOST: Final = 138
+"""The exit code of a task that has lost its peers: start it again."""
+
+EXIT_CONFIG: Final = 2
+
+
+def exit_code(error: BaseException | None) -> int:
+    """The exit code for what ended a task; None for a clean end."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, ClusterConfigError):
+        return EXIT_CONFIG
+    last = error.last if isinstance(error, RecoveryExhausted) else error
+    return EXIT_LOST if is_loss(last) or isinstance(last, PeersUnreachable | PortInUse) else 1
+
+
+def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
+    """Run a task's main coroutine function, and end the process with the exit code that tells how it went.
+
+    ::
+
+        if __name__ == "__main__":
+            cluster.run(main)
+
+    SIGTERM and SIGINT cancel the coroutine: a session in it saves and ends in order. Where something else in it handles
+    signals (`Task.join`, ``Supervisor(handle_signals=True)``), the first one is its business. A second one acts at
+    once. Errors of the configuration, and a lost cluster, are one line on stderr; any other error is a traceback.
+
+    Only in the main thread.
+
+    Args:
+        main: The coroutine function.
+        *args: Its arguments.
+
+    Raises:
+        SystemExit: Always; see the table at the top of `asupervisor.cluster.running`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("cluster.run() handles signals, which needs the main thread")
+    received: list[int] = []
+    error: BaseException | None = None
+    try:
+        asyncio.run(_main(main, args, received))
+    except BaseException as caught:
+        error = caught
+    code = exit_code(error)
+    told_to_end = error is None or isinstance(error, asyncio.CancelledError | KeyboardInterrupt | StopRequested)
+    if received and (told_to_end or code == EXIT_LOST):
+        code = 128 + received[0]
+    elif error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
+        if code == 1:
+            traceback.print_exception(error)
+        else:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+async def _main(main: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...], received: list[int]) -> None:
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(main(*args), name="main")
+
+    def on_signal(number: int) -> None:
+        received.append(number)
+        if signals.subscribed() == 1:  # nobody but us
+            loop.call_soon_threadsafe(task.cancel)
+
+    signals.subscribe(on_signal)
+    try:
+        await task
+    finally:
+        signals.unsubscribe(on_signal, resend=False)

@@ -1,0 +1,127 @@
+"""What a session asks of whoever knows the other tasks of its cluster: the seam to `asupervisor.cluster`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import tensorflow as tf
+
+from asupervisor.errors import SessionNotReady
+from asupervisor.events import EventSink
+from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.session.readiness import uninitialised_in
+from asupervisor.session.session import AsyncSession
+from asupervisor.session.waiting import Patience
+
+How = Literal["adopted", "prepared"]
+"""Whether the model is the one that was there before, or was restored or initialised since."""
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error is what the loss of a peer, or a frozen one, looks like to a run or to the start of a session.
+
+    That the model is not initialised is one, too: a parameter server that came back is empty.
+    """
+    if isinstance(error, SessionNotReady):  # our own deadline, which is a tf.errors.DeadlineExceededError as well
+        return False
+    if isinstance(error, tf.errors.FailedPreconditionError):
+        return bool(uninitialised_in(str(error)))
+    return isinstance(error, tf.errors.AbortedError | tf.errors.UnavailableError | tf.errors.DeadlineExceededError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """The ways to a session that is ready; each opens one, or raises.
+
+    Attributes:
+        adopt: With the live model as it is, now or not at all: `SessionNotReady`.
+        prepare: Restored or initialised.
+        wait: Once somebody else has made the model ready; the argument is the longest wait, in seconds.
+    """
+
+    adopt: Callable[[], Awaitable[AsyncSession]]
+    prepare: Callable[[], Awaitable[AsyncSession]]
+    wait: Callable[[float], Awaitable[AsyncSession]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """What the asking session lends.
+
+    Attributes:
+        executor: Whose side threads to use.
+        patience: Its waits: a requested stop ends them.
+        emit: Where events go.
+        logdir: The chief's log directory, or None.
+        afresh: Whether the first session begins with another model than the live one.
+        max_wait_secs: The longest wait for the model at the first start, in seconds.
+    """
+
+    executor: DeviceExecutor
+    patience: Patience
+    emit: EventSink
+    logdir: str | None
+    afresh: bool
+    max_wait_secs: float
+
+
+class ClusterTask(Protocol):
+    """Our own part in a cluster; see `asupervisor.cluster.Task`."""
+
+    @property
+    def role(self) -> str:
+        """``"ps"``, ``"chief"``, ``"worker"`` or ``"evaluator"``."""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether we are the chief."""
+
+    @property
+    def peers(self) -> Peers | None:
+        """The others; None for one task alone."""
+
+
+def check_trains(task: ClusterTask) -> None:
+    """Tell whether a task has a session to train in.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if task.role == "ps":
+        raise ValueError("a parameter server has no session: let it `await task.join()`")
+    if task.role == "evaluator":
+        raise ValueError(
+            "an evaluator is not in the cluster: restore the chief's checkpoints in a session of its own, without task="
+        )
+
+
+class Peers(Protocol):
+    """The other tasks of a cluster, for the chief or a worker."""
+
+    @property
+    def target(self) -> str:
+        """The master for sessions."""
+
+    allow_reinit: bool
+    """Whether a model that was lost may be initialised again."""
+
+    @property
+    def may_initialise(self) -> bool:
+        """Whether a model that nobody has may be initialised: at the first start, or where that is allowed."""
+
+    def configured(self, config: Any = None) -> Any:
+        """A `ConfigProto` with which a session of the cluster cannot be blocked by a missing peer."""
+
+    async def open(self, ways: Ways, around: Around) -> tuple[AsyncSession, How]:
+        """Open a session as soon as the parameter servers are there and the model is ready."""
+
+    async def watch(self) -> None:
+        """Look at the others now and then; a service of the session."""
+
+    async def before_last_save(self, limit_secs: float) -> None:
+        """Wait until nobody changes the model any more."""
+
+    async def leave(self, how: Literal["done", "failed", "lost"]) -> None:
+        """The session is closed."""

@@ -1,0 +1,356 @@
+"""Tasks of real clusters, for the tests and the benchmarks: ours, and TensorFlow's own on the same model.
+
+Run as a program it imports everything once and forks for each task (`harness.py`), which saves each of them seconds.
+What a task has to tell, it writes as lines of JSON, each with its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+
+from asupervisor import MonitoredTrainingSession, StepOutcomeUnknown, Supervisor, cluster, train_loop
+from asupervisor.cluster.config import parse
+from asupervisor.errors import PeersUnreachable
+from asupervisor.runtime import signals
+
+tf1 = tf.compat.v1
+tf1.disable_eager_execution()
+tf.get_logger().setLevel("ERROR")
+
+
+def say(kind: str, **facts: Any) -> None:
+    sys.stdout.write(json.dumps({"t": time.time(), "kind": kind, **facts}) + "\n")
+    sys.stdout.flush()
+
+
+def emit(kind: str, message: str, *, level: str = "info", **data: Any) -> None:
+    say(kind, message=message)
+
+
+class Teller(logging.Handler):
+    """Tells every event."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(getattr(record, "event_kind", "log"), message=record.getMessage())
+
+
+def build(device: Any, *, replicas: int, variables: str, partitions: int, sync: int) -> SimpleNamespace:
+    """A regression whose global step counts the updates of all replicas."""
+    (tf1.enable_resource_variables if variables == "resource" else tf1.disable_resource_variables)()
+    graph = tf.Graph()
+    with graph.as_default(), tf1.device(device):
+        x = tf1.placeholder(tf.float32, [None, 8], name="x")
+        partitioner = tf1.fixed_size_partitioner(partitions) if partitions else None
+        w = tf1.get_variable("w", [8, 1], initializer=tf1.zeros_initializer(), partitioner=partitioner)
+        loss = tf.reduce_mean(tf.square(tf.matmul(x, tf.convert_to_tensor(w)) - 1.0))
+        step = tf1.train.get_or_create_global_step()
+        optimizer: Any = tf1.train.GradientDescentOptimizer(0.01)
+        if sync:
+            optimizer = tf1.train.SyncReplicasOptimizer(
+                optimizer, replicas_to_aggregate=sync, total_num_replicas=replicas
+            )
+        train = optimizer.minimize(loss, global_step=step)
+    return SimpleNamespace(
+        graph=graph, x=x, step=step, train=train, feed={x: np.ones([4, 8], np.float32)}, optimizer=optimizer
+    )
+
+
+# ------------------------------------------------------------------------------------------ ours
+
+
+def replica(
+    *,
+    family: str = "monitored",
+    logdir: str | None = None,
+    steps: int = 10**9,
+    pause_secs: float = 0.01,
+    save_secs: float = 0.5,
+    step_timeout_secs: float = 10.0,
+    outage_secs: float = 60.0,
+    chief_grace_secs: float = 5.0,
+    max_wait_secs: float = 120.0,
+    stop_grace_secs: float = 20.0,
+    variables: str = "resource",
+    partitions: int = 0,
+    sync: int = 0,
+    handle_signals: bool = False,
+) -> None:
+    """A task of ours: a parameter server, or one that trains by the one family or the other."""
+
+    async def main() -> None:
+        task = cluster.Task.from_tf_config(
+            step_timeout_secs=step_timeout_secs, outage_secs=outage_secs, chief_grace_secs=chief_grace_secs, emit=emit
+        )
+        if task.role == "ps":
+            say("ended", how=await task.join())
+            return
+        model = build(task.device_fn, replicas=task.num_replicas, variables=variables, partitions=partitions, sync=sync)
+        train = train_monitored if family == "monitored" else train_supervised
+        await train(task, model)
+
+    async def train_monitored(task: Any, model: Any) -> None:
+        hooks = [cluster.SyncReplicasHook(model.optimizer, task.is_chief)] if sync else []
+        async with MonitoredTrainingSession(
+            checkpoint_dir=logdir,
+            graph=model.graph,
+            task=task,
+            hooks=hooks,
+            save_checkpoint_secs=save_secs,
+            save_summaries_steps=None,
+            log_step_count_steps=None,
+            max_wait_secs=max_wait_secs,
+            stop_grace_period_secs=stop_grace_secs,
+        ) as sess:
+            step = int(await sess.run(model.step))
+            say("ready", step=step)
+            while step < steps and not sess.should_stop():
+                try:
+                    step, _ = await sess.run([model.step, model.train], model.feed)
+                    say("step", step=int(step))
+                except StopOutcome as unknown:
+                    say("unknown", before=unknown.before, now=unknown.now)
+                await asyncio.sleep(pause_secs)
+            say("trained", step=int(step))
+        say("closed")
+
+    async def train_supervised(task: Any, model: Any) -> None:
+        sv = Supervisor(
+            graph=model.graph,
+            logdir=logdir,
+            save_model_secs=save_secs,
+            save_summaries_secs=0,
+            stop_grace_secs=stop_grace_secs,
+            task=task,
+            sync_replicas=model.optimizer if sync else None,
+            handle_signals=handle_signals,
+        )
+        seen: set[int] = set()
+
+        async def step_fn(sess: Any) -> None:
+            if id(sess) not in seen:
+                seen.add(id(sess))
+                say("ready", step=int(await sess.run(model.step)))
+            step, _ = await sess.run([model.step, model.train], model.feed)
+            say("step", step=int(step))
+            if step >= steps:
+                say("trained", step=int(step))
+                sv.request_stop()
+            await asyncio.sleep(pause_secs)
+
+        await train_loop(sv, step_fn)
+        say("closed")
+
+    logger = logging.getLogger("asupervisor")
+    logger.addHandler(Teller())
+    logger.setLevel(logging.DEBUG)
+    cluster.run(main)
+
+
+StopOutcome = StepOutcomeUnknown
+
+
+# ------------------------------------------------------------------------------------------ TensorFlow's own
+
+
+def tf_replica(
+    *,
+    family: str = "monitored",
+    logdir: str | None = None,
+    steps: int = 10**9,
+    pause_secs: float = 0.01,
+    save_secs: float = 0.5,
+    variables: str = "resource",
+    partitions: int = 0,
+    sync: int = 0,
+    filters: bool = False,
+    **_: Any,
+) -> None:
+    """The same with `tf.distribute.Server`, and `Supervisor` or `MonitoredTrainingSession` of TensorFlow."""
+    layout = parse(os.environ["TF_CONFIG"])
+    spec = tf.train.ClusterSpec(layout.addresses())
+    server = tf.distribute.Server(spec, job_name=layout.job, task_index=layout.index)
+    if layout.role == "ps":
+        say("cluster.serving")
+        server.join()
+        return
+    me = f"/job:{layout.job}/task:{layout.index}"
+    device = tf1.train.replica_device_setter(cluster=spec, worker_device=me)
+    model = build(device, replicas=len(layout.trainers), variables=variables, partitions=partitions, sync=sync)
+    config = tf1.ConfigProto(device_filters=["/job:ps", me] if filters else [])
+    if family == "monitored":
+        hooks = [model.optimizer.make_session_run_hook(layout.is_chief)] if sync else []
+        with model.graph.as_default():
+            session = tf1.train.MonitoredTrainingSession(
+                server.target,
+                layout.is_chief,
+                logdir if layout.is_chief else None,
+                hooks=hooks,
+                save_checkpoint_secs=save_secs,
+                save_summaries_steps=None,
+                save_summaries_secs=None,
+                log_step_count_steps=None,
+                config=config,
+            )
+        with session as sess:
+            say("ready", step=int(sess.run(model.step)))
+            step = 0
+            while step < steps and not sess.should_stop():
+                step, _ = sess.run([model.step, model.train], model.feed)
+                say("step", step=int(step))
+                time.sleep(pause_secs)
+            say("trained", step=int(step))
+    else:
+        extra: dict[str, Any] = {}
+        with model.graph.as_default():
+            if sync:
+                optimizer = model.optimizer
+                tokens, runner = optimizer.get_init_tokens_op(), optimizer.get_chief_queue_runner()
+                extra = {
+                    "local_init_op": optimizer.chief_init_op if layout.is_chief else optimizer.local_step_init_op,
+                    "ready_for_local_init_op": optimizer.ready_for_local_init_op,
+                }
+            sv = tf1.train.Supervisor(
+                is_chief=layout.is_chief,
+                logdir=logdir,
+                save_model_secs=int(save_secs + 0.5),
+                save_summaries_secs=0,
+                **extra,
+            )
+            sess = sv.prepare_or_wait_for_session(server.target, config=config)
+            if sync and layout.is_chief:
+                sv.start_queue_runners(sess, [runner])
+                sess.run(tokens)
+        say("ready", step=int(sess.run(model.step)))
+        step = 0
+        while step < steps and not sv.should_stop():
+            step, _ = sess.run([model.step, model.train], model.feed)
+            say("step", step=int(step))
+            time.sleep(pause_secs)
+        say("trained", step=int(step))
+        sv.stop()
+    say("closed")
+
+
+# ------------------------------------------------------------------------------------------ who looks on
+
+
+def observer(*, address: str, every_secs: float = 0.02, variables: str = "resource") -> None:
+    """Reads the global step from outside, through a session of its own on the parameter server, again and again."""
+    (tf1.enable_resource_variables if variables == "resource" else tf1.disable_resource_variables)()
+    graph = tf.Graph()
+    with graph.as_default(), tf1.device("/job:ps/task:0"):
+        step = tf1.train.get_or_create_global_step()
+        graph.finalize()
+    config = tf1.ConfigProto(device_filters=["/job:ps/task:0"], operation_timeout_in_ms=1000)
+    config.rpc_options.use_rpc_for_inprocess_master = True
+    last = None
+    while True:
+        try:
+            with tf1.Session(f"grpc://{address}", graph=graph, config=config) as sess:
+                while True:
+                    now = int(sess.run(step))
+                    if now != last:
+                        last = now
+                        say("seen", step=now)
+                    time.sleep(every_secs)
+        except tf.errors.OpError as error:
+            if last is not None:
+                say("unseen", error=type(error).__name__)
+            last = None
+            time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------------ how tasks end
+
+
+def ends(*, how: str) -> None:
+    async def main() -> None:
+        await asyncio.sleep(0)
+        if how == "error":
+            raise ValueError("mine")
+        if how == "config":
+            cluster.Task.from_tf_config("{")
+        if how == "lost":
+            raise PeersUnreachable(["/job:ps/task:0"], 3.0)
+        if how == "exit":
+            sys.exit(7)
+
+    cluster.run(main)
+
+
+def waits(*, handled: bool) -> None:
+    async def main() -> None:
+        if handled:
+            signals.subscribe(lambda number: print("told", flush=True))
+        try:
+            print("waiting", flush=True)
+            await asyncio.sleep(60)
+        finally:
+            print("cleaned up", flush=True)
+
+    cluster.run(main)
+
+
+# ------------------------------------------------------------------------------------------ the zygote
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    children: set[int] = set()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while True:
+        if select.select([sys.stdin], [], [], 0.01)[0]:
+            line = sys.stdin.readline()
+            if not line:
+                break
+            request = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                become(request)
+                return
+            children.add(pid)
+            print(json.dumps({"started": pid}), flush=True)
+        for pid in list(children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                children.discard(pid)
+                print(json.dumps({"ended": pid, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+def become(request: dict[str, Any]) -> None:
+    file = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.environ.update(request["environ"])
+    try:
+        globals()[request["program"]](**request["arguments"])
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

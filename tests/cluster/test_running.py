@@ -1,0 +1,112 @@
+"""How a task ends: `run` and its exit codes, as restart policies understand them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from asupervisor import _tf
+from asupervisor.cluster import EXIT_LOST, exit_code, run
+from asupervisor.errors import ClusterConfigError, ModelLost, PeersUnreachable, PortInUse, RecoveryExhausted
+from tests.cluster.harness import Zygote
+
+LOST = tf.errors.UnavailableError(None, None, "gone")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (ValueError("mine"), 1),
+        (ModelLost(), 1),
+        (ClusterConfigError("TF_CONFIG is not JSON"), 2),
+        (PeersUnreachable(["/job:ps/task:0"], 3.0), EXIT_LOST),
+        (PortInUse("/job:ps/task:0", "127.0.0.1:1"), EXIT_LOST),
+        (LOST, EXIT_LOST),
+        (tf.errors.AbortedError(None, None, "restarted"), EXIT_LOST),
+        (tf.errors.DeadlineExceededError(None, None, "frozen"), EXIT_LOST),
+        (tf.errors.FailedPreconditionError(None, None, "Attempting to use uninitialized value w"), EXIT_LOST),
+        (tf.errors.FailedPreconditionError(None, None, "Iterator is not initialised"), 1),
+        (RecoveryExhausted(3, LOST), EXIT_LOST),
+        (RecoveryExhausted(3, ValueError("mine")), 1),
+        (SystemExit(7), 7),
+        (SystemExit(), 0),
+        (SystemExit("words"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(error: BaseException | None, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_our_own_deadline_is_no_loss() -> None:
+    assert exit_code(_tf.SessionNotReady(["w"], 3.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [
+        ("clean", 0, ""),
+        ("error", 1, "Traceback"),
+        ("config", 2, "ClusterConfigError: TF_CONFIG is not JSON"),
+        ("lost", 138, "PeersUnreachable: no answer from"),
+        ("exit", 7, ""),
+    ],
+)
+def test_a_process_ends_with_its_code(zygote: Zygote, tmp_path: Path, how: str, code: int, says: str) -> None:
+    output = tmp_path / "output"
+    ended = zygote.status_of(zygote.fork("ends", output, {}, {"how": how}), 30)
+    assert ended is not None
+    assert ended[0] == code
+    text = output.read_text()
+    assert says in text
+    assert ("Traceback" in text) == (says == "Traceback")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("handled", [False, True])
+def test_a_signal_cancels_what_nobody_else_ends(zygote: Zygote, tmp_path: Path, number: int, handled: bool) -> None:
+    output = tmp_path / "output"
+    pid = zygote.fork("waits", output, {}, {"handled": handled})
+    while not output.exists() or "waiting" not in output.read_text():
+        time.sleep(0.01)
+    os.kill(pid, number)
+    if handled:  # the first one is somebody else's business
+        while "told" not in output.read_text():
+            time.sleep(0.01)
+        assert zygote.status_of(pid, 0.2) is None
+        os.kill(pid, number)
+    ended = zygote.status_of(pid, 30)
+    assert ended is not None
+    if handled and number == signal.SIGTERM:  # the second one acts as if there were nobody
+        assert ended[0] == -signal.SIGTERM
+    else:
+        assert ended[0] == 128 + number
+        assert "cleaned up" in output.read_text()
+
+
+def test_signals_need_the_main_thread() -> None:
+    errors: list[BaseException] = []
+
+    async def main() -> None:
+        await asyncio.sleep(0)
+
+    def call() -> None:
+        try:
+            run(main)
+        except BaseException as error:
+            errors.append(error)
+
+    thread: Any = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert isinstance(errors[0], RuntimeError)
+    assert "main thread" in str(errors[0])
