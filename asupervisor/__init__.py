@@ -2,9 +2,10 @@
 
 The rooms of the house, each may import those below it only (`lint-imports` holds us to it)::
 
-    testing                        pytest plugin, a clock moved by hand, fault points, guards
+    testing  cli                   pytest plugin, a clock moved by hand, fault points, guards; the command line
     ------------------------------------------------------------------------------------------------
     supervisor  monitored  loops   Supervisor, MonitoredTrainingSession and its family, train_loop: they wire everything
+    cluster                        chief, workers and parameter servers; local processes
     ------------------------------------------------------------------------------------------------
     services  hooks  recovery      background work; code that takes part in each run; when to begin again
     ------------------------------------------------------------------------------------------------
@@ -15,7 +16,7 @@ The rooms of the house, each may import those below it only (`lint-imports` hold
     clock  events  errors          time; frozen records; the exception tree
 
 Every public name can be imported from here, and is loaded when it is first asked for: ``import asupervisor`` is
-quick and does not import TensorFlow. A name is public if no part of its dotted path begins with an underscore.
+quick and does not import TensorFlow. The names of `asupervisor.cluster` and `asupervisor.testing` stay there. A name is public if no part of its dotted path begins with an underscore.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ if TYPE_CHECKING:
     from asupervisor.errors import CheckpointError as CheckpointError
     from asupervisor.errors import CheckpointMismatch as CheckpointMismatch
     from asupervisor.errors import CheckpointNotRestored as CheckpointNotRestored
+    from asupervisor.errors import ClusterConfigError as ClusterConfigError
     from asupervisor.errors import LogdirInUse as LogdirInUse
     from asupervisor.errors import LogdirNotWritable as LogdirNotWritable
+    from asupervisor.errors import ModelLost as ModelLost
     from asupervisor.errors import NonFiniteError as NonFiniteError
+    from asupervisor.errors import PeersUnreachable as PeersUnreachable
+    from asupervisor.errors import PortInUse as PortInUse
     from asupervisor.errors import RecoveryExhausted as RecoveryExhausted
     from asupervisor.errors import SessionActive as SessionActive
     from asupervisor.errors import SessionClosed as SessionClosed
@@ -105,6 +110,7 @@ _HOMES = {
     "CheckpointRecord": "checkpoint.records",
     "ChiefSessionCreator": "monitored.creators",
     "Clock": "clock",
+    "ClusterConfigError": "errors",
     "Coordinator": "runtime.coordinator",
     "DeviceExecutor": "runtime.device",
     "DeviceStatistics": "runtime.device",
@@ -121,11 +127,14 @@ _HOMES = {
     "LogdirNotWritable": "errors",
     "LoggingTensorHook": "hooks.telling",
     "LooperTask": "runtime.looper",
+    "ModelLost": "errors",
     "MonitoredSession": "monitored.session",
     "MonitoredSteps": "monitored.streams",
     "MonitoredTrainingSession": "monitored.training",
     "NonFiniteError": "errors",
     "NonFiniteHook": "hooks.guarding",
+    "PeersUnreachable": "errors",
+    "PortInUse": "errors",
     "Priority": "runtime.device",
     "RecoveryExhausted": "errors",
     "RecoveryPolicy": "recovery",
@@ -156,12 +165,16 @@ _HOMES = {
     "train_loop": "loops",
 }
 
+_ROOMS = ("cluster", "testing")
+
 __all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its room (PEP 562)."""
     home = _HOMES.get(name)
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)

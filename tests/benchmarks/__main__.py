@@ -13,7 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow as tf
 
-from tests.benchmarks import checkpoints, latency, monitored, steps, supervisors
+from tests.benchmarks import checkpoints, cluster, latency, monitored, steps, supervisors
 from tests.benchmarks.measure import Report, say
 
 PARTS = {
@@ -27,6 +27,7 @@ PARTS = {
     "saves": checkpoints.stalls,
     "monitored": monitored.steps,
     "hooks": monitored.hooks,
+    "cluster": cluster.cases,
 }
 
 

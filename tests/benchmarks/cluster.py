@@ -31,13 +31,15 @@ Case = Callable[[Callable[..., Cluster]], dict[str, float]]
 
 
 async def cases(report: Report, repeats: int, scale: float) -> None:
-    """Every case with every peer; a few repeats, since TensorFlow's take their time."""
+    """Every case with every peer; few repeats, and of TensorFlow's one, since those take their time."""
     zygote = Zygote()
     try:
         for case, goals in CASES.items():
             samples: dict[str, list[float]] = {}
-            for _ in range(max(1, min(3, repeats // 5))):
+            for repeat in range(max(1, min(3, repeats // 5))):
                 for name, (program, family) in PEERS.items():
+                    if repeat and program == "tf_replica":
+                        continue
                     with _made(zygote, program, family) as make:
                         for what, secs in case(make).items():
                             samples.setdefault(f"{name}: {what}", []).append(secs)
