@@ -10,7 +10,8 @@ Who runs what:
   earlier stream may still be at it; then the others wait for what it brings.
 * An async iterable or coroutine function is asked by one task, the same one for the whole stream, so that timeouts and
   task groups inside of a generator work. Streams only tell it that they want something; to cancel one of them never
-  cancels the pull.
+  cancels the pull. To go from one task to the other costs as much as a small step: it makes several cheap feeds at a
+  time.
 * `_turn` guards the lists. It is never held while the user is asked, since the event loop takes it, too.
 """
 
@@ -21,6 +22,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from time import monotonic
 from typing import Any, Final, Protocol
 
 import anyio
@@ -30,6 +32,11 @@ from asupervisor.events import EventSink
 from asupervisor.runtime.calls import boxed, label_of
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.session.supply import COPY_ON_LOOP_BYTES
+
+STOCK: Final = 8
+"""How many cheap feeds lie ready on the loop."""
+STOCK_SECS: Final = 0.0005
+"""No more are made in one go than take this long, in seconds: everything else on the loop waits."""
 
 _END: Final = object()
 _NOTHING: Final = object()
@@ -95,6 +102,7 @@ class KeptFeeds:
         self._turn = threading.Condition(threading.Lock())
         self._again: deque[Any] = deque()  # no share has them: they have not been used, or have just come
         self._asking = False
+        self._stock = 0
         self._ended = False
         self._error: BaseException | None = None
         self._ask: Callable[[], Any] | None = None
@@ -111,13 +119,15 @@ class KeptFeeds:
 
     # ------------------------------------------------------------------ one stream and the next; on the loop
 
-    def share(self, executor: DeviceExecutor) -> Share:
+    def share(self, executor: DeviceExecutor, lock_step: bool) -> Share:
         """The share of a new stream.
 
         Args:
             executor: Whose side threads copy what is large.
+            lock_step: Ask for a feed only when the stream wants one.
         """
         self._executor = executor
+        self._stock = 0 if lock_step else STOCK
         if self._loop is None and not self.fixed:
             self._loop = asyncio.get_running_loop()
             self._parts.add(self)
@@ -270,16 +280,21 @@ class KeptFeeds:
             while not self._ended:
                 await self._wanted.wait()
                 self._wanted.clear()
-                try:
-                    feed = await ask()
-                except StopAsyncIteration:
-                    feed = _END
-                if self._copy and _large(feed) and self._executor is not None:
-                    feed = await self._executor.side(self._copied, feed, label="copy of a feed")
-                else:
-                    feed = self._copied(feed)
-                self._arrived(feed)
-                self._came.set()
+                begun = monotonic()
+                while self._asking:
+                    try:
+                        feed = await ask()
+                    except StopAsyncIteration:
+                        feed = _END
+                    large = _large(feed)
+                    if large and self._copy and self._executor is not None:
+                        feed = await self._executor.side(self._copied, feed, label="copy of a feed")
+                    else:
+                        feed = self._copied(feed)
+                    self._arrived(feed)
+                    self._came.set()
+                    more = not (large or self._ended) and len(self._again) < self._stock
+                    self._asking = more and monotonic() - begun < STOCK_SECS
         except asyncio.CancelledError as error:
             # If it was not `close`, somebody else did it, or the user's code raised it: no stream must wait for ever.
             self._arrived(None, error)

@@ -144,7 +144,8 @@ class MonitoredSteps:
             return False
         self._incarnation = incarnation = await session._usable()
         chain, stop_when, kept = session._chain, self._stop_when, self._feeds
-        self._share = share = kept.share(incarnation.plain.executor)
+        lock_step = incarnation.hooked is None or self._ahead == 0
+        self._share = share = kept.share(incarnation.plain.executor, lock_step)
 
         # Refers to no stream: one that is broken out of and forgotten must end.
         def stops(result: Any) -> bool:
