@@ -109,6 +109,51 @@ def test_published_just_before_a_crash(trained: Any) -> None:
     assert names(store.directory)[-1] == "model.ckpt-9"
 
 
+def begun_at(model: Any, store: Any, name: str, *steps: int) -> None:
+    """Train on from an older checkpoint of the store's directory, and publish these steps."""
+    with model.session() as raw:
+        assert store.restorer(raw, model.saver, None, str(store.directory / name))
+        for step in steps:
+            while int(raw.run(model.step)) < step:
+                raw.run(model.train)
+            store.publish(store.snapshot(raw))
+
+
+def test_published_once_more_is_the_newest(trained: Any, make_model: Any, make_store: Any) -> None:
+    """Training began again at an older one, and has come past names that are there already."""
+    _, store = trained(1, 3, 5)
+    model = make_model()
+    begun_at(model, make_store(model), "model.ckpt-1", 2, 3)
+    assert names(store.directory)[-2:] == ["model.ckpt-2", "model.ckpt-3"]
+    latest = tf.train.latest_checkpoint(str(store.directory))
+    assert latest == str(store.directory / "model.ckpt-3")
+    assert mf.read_state_file(store.directory / "checkpoint").names == tuple(names(store.directory))
+
+
+def test_published_once_more_just_before_a_crash(trained: Any, make_model: Any, make_store: Any) -> None:
+    """The state file is older than the manifest of one that it lists in an earlier place."""
+    _, store = trained(1, 3, 5)
+    state = store.directory / "checkpoint"
+    before = state.read_bytes(), state.stat()
+    model = make_model()
+    begun_at(model, make_store(model), "model.ckpt-1", 3)
+    state.write_bytes(before[0])
+    os.utime(state, ns=(before[1].st_atime_ns, before[1].st_mtime_ns))
+    assert names(store.directory)[-1] == "model.ckpt-3"
+    assert store.latest_good().step == 3
+
+
+def test_a_list_that_its_user_has_put_in_order_stays(trained: Any) -> None:
+    """Who wants to go back may say so in the state file, as with TensorFlow."""
+    _, store = trained(1, 3, 5)
+    manifests = max(path.stat().st_mtime_ns for path in store.directory.glob("*.manifest"))
+    tf1.train.update_checkpoint_state(
+        str(store.directory), "model.ckpt-3", ["model.ckpt-1", "model.ckpt-5", "model.ckpt-3"]
+    )
+    os.utime(store.directory / "checkpoint", ns=(manifests + 10**9, manifests + 10**9))
+    assert names(store.directory)[-1] == "model.ckpt-3"
+
+
 def test_spared_for_its_age_is_not_the_newest(trained: Any) -> None:
     _, store = trained(3, 5, 9)
     mf.write_state_file(store.directory / "checkpoint", ["model.ckpt-5", "model.ckpt-9"])

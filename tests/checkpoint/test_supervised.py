@@ -17,13 +17,17 @@ import pytest
 import tensorflow as tf
 
 from asupervisor import (
+    CheckpointDamaged,
     CheckpointInfo,
     CheckpointMismatch,
     CheckpointNotRestored,
     LatestN,
     LogdirInUse,
+    RecoveryPolicy,
     Supervisor,
+    train_loop,
 )
+from asupervisor.recovery import NO_PAUSE
 
 tf1 = tf.compat.v1
 pytestmark = pytest.mark.modes
@@ -211,7 +215,7 @@ async def test_retention(variables: str, logdir: Path) -> None:
         for _ in range(4):
             await sess.run(job.train)
             await job.sv.save()
-    assert steps_in(logdir) == [3, 4]
+    assert steps_in(logdir)[-1] == 4 and 5 not in steps_in(logdir)
 
 
 async def test_the_directory_is_removed_while_it_runs(variables: str, logdir: Path) -> None:
@@ -232,6 +236,207 @@ async def test_a_second_session_of_the_same_supervisor(variables: str, logdir: P
     job = Job(logdir, fresh_start=True)
     assert await job.go(2) == 0
     assert await job.go(2) == 2
+
+
+# ------------------------------------------------------------------------------------------ where it begins
+
+
+def contents_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("model.ckpt*")}
+
+
+@pytest.mark.parametrize("names", ["directory", "checkpoint"])
+async def test_init_from(variables: str, tmp_path: Path, logdir: Path, names: str) -> None:
+    """As long as the logdir has no checkpoint; then it goes on from its own, and the other place is only read."""
+    there = tmp_path / "there"
+    await Job(there).go(3)
+    before = contents_of(there)
+    place = there if names == "directory" else there / "model.ckpt-3"
+    for expected in (3, 5, 7):
+        job = Job(logdir, init_from=place)
+        async with job.sv.managed_session() as sess:
+            step, weight = await sess.run([job.step, job.weights[0]])
+            assert (int(np.ravel(step)[0]), weight[0]) == (expected, expected)
+            for _ in range(2):
+                await sess.run(job.train)
+    assert contents_of(there) == before
+    assert steps_in(logdir)[-1] == 9
+
+
+async def test_init_from_a_place_without_checkpoints(variables: str, tmp_path: Path, logdir: Path) -> None:
+    """An error, and not a beginning at step 0."""
+    there = tmp_path / "there"
+    with pytest.raises(CheckpointDamaged, match="there"):
+        await Job(logdir, init_from=there).go(1)
+    there.mkdir()
+    with pytest.raises(CheckpointNotRestored, match="without checkpoints"):
+        await Job(logdir, init_from=there).go(1)
+    assert steps_in(logdir) == []
+
+
+async def test_a_fresh_start_from_a_checkpoint_in_the_logdir(variables: str, logdir: Path) -> None:
+    """It is restored before everything is set aside, itself included."""
+    for beginning in ("init_from", "checkpoint_filename_with_path"):
+        shutil.rmtree(logdir, ignore_errors=True)
+        await Job(logdir).go(3)
+        await Job(logdir).go(3)
+        job = Job(logdir, fresh_start=True, **{beginning: logdir / "model.ckpt-3"})
+        assert await job.go(1) == 3
+        assert steps_in(logdir)[-1] == 4 and 6 not in steps_in(logdir)
+        assert len(list(logdir.glob("replaced-*/model.ckpt-6.index"))) == 1
+        assert await job.go(1) == 4  # the same supervisor once more: that was its fresh start
+        assert await Job(logdir).go(0) == 5
+
+
+async def test_a_fresh_start_from_a_damaged_checkpoint_changes_nothing(variables: str, logdir: Path) -> None:
+    await Job(logdir).go(3)
+    for beginning in ("init_from", "checkpoint_filename_with_path"):
+        with pytest.raises(CheckpointDamaged):
+            await Job(logdir, fresh_start=True, **{beginning: logdir / "model.ckpt-99"}).go(1)
+    assert not list(logdir.glob("replaced-*"))
+    assert await Job(logdir).go(0) == 3
+
+
+async def test_partial_restore(variables: str, tmp_path: Path, logdir: Path) -> None:
+    there = tmp_path / "there"
+    await Job(there, names=("a", "b")).go(3)
+    grown = Job(tmp_path / "grown", names=("a", "b", "c"), init_from=there)
+    async with grown.sv.managed_session() as sess:
+        assert [value[0] for value in await sess.run(grown.weights)] == [3, 3, 0]
+    with pytest.raises(CheckpointMismatch, match="not in the checkpoint: c"):
+        await Job(logdir, names=("a", "b", "c"), init_from=there, partial_restore=False).go(1)
+    with pytest.raises(CheckpointMismatch, match="not in the model: b"):
+        await Job(logdir, names=("a", "c"), init_from=there).go(1)
+    assert steps_in(logdir) == []
+    other = Job(logdir, names=("a", "c"), init_from=there, partial_restore=True)
+    async with other.sv.managed_session() as sess:
+        assert [value[0] for value in await sess.run(other.weights)] == [3, 0]
+        await sess.run(other.train)
+    assert await Job(logdir, names=("a", "c")).go(0) == 4
+
+
+async def test_an_explicit_checkpoint_of_the_logdir(variables: str, logdir: Path) -> None:
+    """It is that one at each start of the program, and where training goes on from; the supervisor goes on itself."""
+    await Job(logdir).go(3)
+    await Job(logdir).go(3)
+    for _ in range(2):
+        job = Job(logdir, checkpoint_filename_with_path=logdir / "model.ckpt-3")
+        assert await job.go(2) == 3
+        assert await job.go(1) == 5
+    assert await Job(logdir).go(0) == 6
+
+
+async def test_an_explicit_checkpoint_once_nothing_was_saved(variables: str, logdir: Path) -> None:
+    """There is nothing else that this supervisor could go on from."""
+    await Job(logdir).go(3)
+    job = Job(logdir, checkpoint_filename_with_path=logdir / "model.ckpt-0", save_model_secs=0)
+    for _ in range(2):
+        assert await job.go(1) == 0
+    assert await Job(logdir).go(0) == 3
+
+
+async def test_an_explicit_checkpoint_is_that_one_or_an_error(variables: str, tmp_path: Path, logdir: Path) -> None:
+    await Job(logdir).go(3)
+    data = logdir / "model.ckpt-3.data-00000-of-00001"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:40])
+    before = contents_of(logdir)
+    for name, why in [("model.ckpt-3", "bytes instead of"), ("model.ckpt-4", "is damaged"), (".", "it is a directory")]:
+        with pytest.raises(CheckpointDamaged, match=why):
+            await Job(logdir, checkpoint_filename_with_path=logdir / name).go(1)
+        with pytest.raises(CheckpointDamaged, match=why):
+            await Job(tmp_path / "new", checkpoint_filename_with_path=logdir / name).go(1)
+    assert contents_of(logdir) == before
+    assert steps_in(tmp_path / "new") == []
+    data.write_bytes(whole)
+    with pytest.raises(CheckpointMismatch):
+        await Job(logdir, names=("v",), checkpoint_filename_with_path=logdir / "model.ckpt-3").go(1)
+
+
+async def test_an_explicit_checkpoint_of_elsewhere(variables: str, tmp_path: Path, logdir: Path) -> None:
+    """It does not write over a logdir that holds others, and that is told before training begins."""
+    there = tmp_path / "there"
+    await Job(there).go(3)
+    explicit = {"checkpoint_filename_with_path": there / "model.ckpt-3"}
+    job = Job(logdir, **explicit)
+    assert await job.go(1) == 3
+    assert await job.go(1) == 4
+    reached = False
+    with pytest.raises(CheckpointNotRestored, match=r"model\.ckpt-5"):
+        async with Job(logdir, **explicit).sv.managed_session():
+            reached = True
+    assert not reached
+    assert await Job(logdir, **explicit, save_model_secs=0).go(1) == 3  # who does not save does no harm
+    assert await Job(logdir, **explicit, fresh_start=True).go(1) == 3
+    assert steps_in(logdir)[-1] == 4 and 5 not in steps_in(logdir)
+    link = tmp_path / "link"
+    link.symlink_to(logdir)
+    assert await Job(logdir, checkpoint_filename_with_path=link / "model.ckpt-4").go(1) == 4  # it is the same place
+
+
+async def test_an_emergency_checkpoint_is_restored_by_name(variables: str, logdir: Path) -> None:
+    job = Job(logdir)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        async with job.sv.managed_session() as sess:
+            await sess.run(job.train)
+            await sess.run(job.half)
+    (index,) = logdir.glob("*emergency*.index")
+    emergency = index.with_suffix("")
+    left = tf.train.load_checkpoint(str(emergency)).get_tensor("w")[0]
+    again = Job(logdir, checkpoint_filename_with_path=emergency)
+    async with again.sv.managed_session() as sess:
+        assert (await sess.run(again.weights[0]))[0] == left
+        await sess.run(again.train)
+    assert await Job(logdir).go(0) == 2
+
+
+async def test_an_explicit_checkpoint_without_a_logdir(variables: str, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    await Job(there).go(3)
+    before = sorted(path.name for path in there.iterdir())
+    job = Job(None, checkpoint_filename_with_path=there / "model.ckpt-3")  # type: ignore[arg-type]
+    async with job.sv.managed_session() as sess:
+        assert (await sess.run(job.weights[0]))[0] == 3
+        await sess.run(job.train)
+        with pytest.raises(RuntimeError, match="cannot save"):
+            await job.sv.save()
+    assert await job.go(0) == 3
+    assert sorted(path.name for path in there.iterdir()) == before
+
+
+async def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(variables: str, logdir: Path) -> None:
+    """`train_loop` begins a new session after a lost one: at what was saved at the end of that."""
+    await Job(logdir).go(3)
+    job = Job(logdir, checkpoint_filename_with_path=logdir / "model.ckpt-0")
+    seen: list[int] = []
+
+    async def step(sess: Any) -> None:
+        await sess.run(job.train)
+        seen.append(int(np.ravel(await sess.run(job.step))[0]))
+        if len(seen) == 2:
+            raise tf.errors.AbortedError(None, None, "lost")
+        if len(seen) == 4:
+            job.sv.request_stop()
+
+    policy = RecoveryPolicy(backoff=NO_PAUSE, origins=frozenset(("step_fn",)))
+    await train_loop(job.sv, step, recovery=policy)
+    assert seen == [1, 2, 3, 4]
+
+
+def test_places_that_do_not_go_together(variables: str, tmp_path: Path) -> None:
+    for error, words, arguments in [
+        (ValueError, "two places", {"init_from": "a", "checkpoint_filename_with_path": "b"}),
+        (ValueError, "no such directory|there is no", {"logdir": None, "init_from": "a"}),
+        (ValueError, "saver=None", {"saver": None, "init_from": "a"}),
+        (ValueError, "saver=None", {"saver": None, "checkpoint_filename_with_path": "a"}),
+        (ValueError, "init_from must not be empty", {"init_from": ""}),
+        (TypeError, "checkpoint_filename_with_path must be a path", {"checkpoint_filename_with_path": 3}),
+        (TypeError, "init_from must be a path", {"init_from": True}),
+        (TypeError, "partial_restore must be", {"partial_restore": "yes"}),
+    ]:
+        with pytest.raises(error, match=words):
+            Job(**{"logdir": tmp_path, **arguments})  # type: ignore[arg-type]
+    Job(tmp_path, init_from="a", is_chief=True)
 
 
 # ------------------------------------------------------------------------------------------ processes
