@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from asupervisor.errors import RecoveryExhausted, StopRequested
 from asupervisor.hooks import AsyncSessionRunHook, StopAtStepHook
-from asupervisor.monitored import MonitoredSession, MonitoredTrainingSession
+from asupervisor.monitored import ChiefSessionCreator, MonitoredSession, MonitoredTrainingSession
 from asupervisor.recovery import NO_PAUSE, RecoveryPolicy
 from asupervisor.runtime.device import DeviceExecutor
 
@@ -192,6 +192,30 @@ async def test_f15_a_hook_that_did_not_begin_has_no_last_call(counter: Make, rec
     await blocker
     assert entering.cancelled()
     assert hook.calls == []
+    assert await executor.aclose(10)
+
+
+async def test_f15_a_cancelled_start_leaves_the_graph_as_it_was(counter: Make) -> None:
+    """Even where the graph is being finalised at that moment."""
+    made = counter()
+    executor = DeviceExecutor()
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(tf1.train.Scaffold):  # type: ignore[misc]
+        def finalize(self) -> Any:
+            begun.set()
+            go_on.wait(10)
+            return super().finalize()
+
+    with made.graph.as_default():
+        creator = ChiefSessionCreator(Slow(), graph=made.graph)
+    entering = asyncio.create_task(MonitoredSession(creator, executor=executor).open())
+    await asyncio.to_thread(begun.wait, 10)
+    entering.cancel()
+    await asyncio.wait([entering])
+    go_on.set()
+    await executor.call(lambda: None)
+    assert not made.graph.finalized
     assert await executor.aclose(10)
 
 

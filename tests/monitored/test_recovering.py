@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from asupervisor.errors import RecoveryExhausted, SessionClosed, StepOutcomeUnknown, StopRequested
+from asupervisor.errors import CheckpointMismatch, RecoveryExhausted, SessionClosed, StepOutcomeUnknown, StopRequested
 from asupervisor.hooks import AsyncSessionRunHook
 from asupervisor.monitored import (
     ChiefSessionCreator,
@@ -424,6 +424,67 @@ def _with_prepared(blueprint: Any, can_restore: Callable[[], bool]) -> Any:
 
 
 # ------------------------------------------------------------------ around it
+
+
+async def trained(made: Any, steps: int, **options: Any) -> list[int]:
+    """The global step before each run of a training session; the first save is that of the beginning."""
+    async with MonitoredTrainingSession(graph=made.graph, **options) as sess:
+        return [int(np.ravel(await sess.run(made.after))[0]) - 1 for _ in range(steps)]
+
+
+async def test_init_from_counts_until_there_is_a_checkpoint(counter: Make, tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    await trained(counter(), 3, checkpoint_dir=there)
+    before = sorted(path.name for path in there.iterdir())
+    for place in (there, there / "model.ckpt-3"):
+        made = counter()
+        begun = await trained(made, 4, checkpoint_dir=here, init_from=place, hooks=[Aborts(2)], recovery=quickly)
+        # What the first save of the session wrote is what its recovery finds.
+        first = 3 if place is there else 6
+        assert begun == [first, first, first + 1, first + 2]
+    assert sorted(path.name for path in there.iterdir()) == before
+
+
+async def test_a_recovery_does_not_go_back_to_an_explicit_checkpoint(counter: Make, tmp_path: Path) -> None:
+    await trained(counter(), 3, checkpoint_dir=tmp_path)
+    made = counter()
+    async with MonitoredTrainingSession(
+        checkpoint_dir=tmp_path,
+        checkpoint_filename_with_path=tmp_path / "model.ckpt-0",
+        hooks=[Aborts(3)],
+        graph=made.graph,
+        recovery=quickly,
+    ) as sess:
+        assert await sess.run(made.after) == 1
+        await sess.save()
+        assert await sess.run(made.after) == 2
+        assert await sess.run(made.after) == 2  # lost, restored at 1, run again
+        assert sess.recoveries == 1
+    assert await trained(counter(), 1, checkpoint_dir=tmp_path) == [2]
+
+
+async def test_an_explicit_checkpoint_without_a_directory(counter: Make, tmp_path: Path) -> None:
+    """There is nothing newer to go on from: it is restored again."""
+    await trained(counter(), 3, checkpoint_dir=tmp_path)
+    explicit = tmp_path / "model.ckpt-3"
+    begun = await trained(counter(), 3, checkpoint_filename_with_path=explicit, hooks=[Aborts(2)], recovery=quickly)
+    assert begun == [3, 3, 4]
+
+
+async def test_a_checkpoint_of_another_model_in_parts(counter: Make, model: Make, tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    await trained(counter(), 3, checkpoint_dir=there)
+    made = model()
+
+    async def begin(**options: Any) -> int:
+        async with MonitoredTrainingSession(checkpoint_dir=here, graph=made.graph, init_from=there, **options) as sess:
+            return int(np.ravel(await sess.run(made.step, {made.x: [[1.0, 1.0]]}))[0])
+
+    with pytest.raises(CheckpointMismatch, match="not in the checkpoint: w"):
+        await begin(partial_restore=False)
+    assert await begin(partial_restore=True) == 3
+    with pytest.raises(ValueError, match="two places"):
+        await begin(checkpoint_filename_with_path="model.ckpt-1")
 
 
 async def test_services_and_feeders_begin_again(model: Make, tmp_path: Path, scalars_of: Make) -> None:
