@@ -36,6 +36,7 @@ command goes on from the last step. On Kubernetes, TFJob's operator sets ``TF_CO
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import os
@@ -45,7 +46,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's start-up chat
 import digits
 import tensorflow as tf
 
-from asupervisor import MonitoredTrainingSession, StepOutcomeUnknown, cluster
+from asupervisor import (
+    ChiefSessionCreator,
+    MonitoredSession,
+    MonitoredTrainingSession,
+    StepOutcomeUnknown,
+    checkpoints,
+    cluster,
+)
 
 
 async def train(task: cluster.Task, options: argparse.Namespace) -> None:
@@ -79,6 +87,23 @@ async def train(task: cluster.Task, options: argparse.Namespace) -> None:
             print(json.dumps({"global_step": step, "start_step": start_step, "test_accuracy": accuracy}), flush=True)
 
 
+async def evaluate(options: argparse.Namespace) -> None:
+    """What an evaluator does: each new checkpoint is tried out, in a session that sees nobody."""
+    data = digits.load()
+    model = digits.build(data)
+    seen = -1
+    while seen < options.steps:
+        await asyncio.sleep(1)
+        found = [record for record in checkpoints(options.logdir) if record.step is not None and record.step > seen]
+        if not found:
+            continue
+        seen = max(seen, found[-1].step or 0)
+        creator = ChiefSessionCreator(graph=model.graph, checkpoint_filename_with_path=found[-1].prefix)
+        async with MonitoredSession(creator) as session:
+            right = await session.run(model.digits, {model.asked_images: data.test_images}) == data.test_labels
+        print(f"{found[-1].prefix}: {right.mean():.1%} of the held-out digits are recognised", flush=True)
+
+
 async def main() -> None:
     """Read the command line and the cluster, and do our part."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -91,6 +116,8 @@ async def main() -> None:
     task = cluster.Task.from_tf_config()
     if task.role == "ps":
         await task.join()
+    elif task.role == "evaluator":
+        await evaluate(options)
     else:
         await train(task, options)
 
