@@ -42,9 +42,8 @@ from asupervisor.cluster.ports import PortReservation
 from asupervisor.cluster.processes import Guard, Process
 from asupervisor.events import EventSink, Level
 
-#: How long what an ended process left behind in its pipes may take to come, and the last lines to be taken at the end
-#: of a launcher that was told to kill, in seconds.
-_DRAIN_SECS = 1.0
+#: How long the last lines may take to be written by a launcher that was told to kill, in seconds.
+_LAST_LINES_SECS = 1.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -301,8 +300,7 @@ class Launcher:
         )
         self._wake.set()
         try:
-            task.returncode = await process.wait()
-            await pipes.drained(_DRAIN_SECS)
+            await process.wait()
         finally:
             process.kill()  # nothing, except where this was cancelled
             task.returncode = process.reap()
@@ -364,7 +362,7 @@ class Launcher:
         ended = self._outputs.writer.ended
         ended.add_done_callback(lambda _: self._wake.set())
         await self._until(lambda: ended.done() or self._killing, self.grace_secs if self._signalled else None)
-        await self._until(ended.done, _DRAIN_SECS)
+        await self._until(ended.done, _LAST_LINES_SECS)
 
     async def _until(self, condition: Callable[[], bool], timeout_secs: float | None = None) -> bool:
         """Wait for a condition that changes together with `_wake`; whether it came true in time."""

@@ -48,7 +48,7 @@ class Outputs:
             self.writer.write(self._stderr, self._announcements.show(line.encode(errors="replace") + b"\n"))
 
     def attach(self, name: str, stdout: int, stderr: int) -> Attached:
-        """Read both pipes of a task that was just started; they are closed after their end.
+        """Read both pipes of a task that was just started.
 
         Args:
             name: One of the names.
@@ -109,24 +109,11 @@ class Attached:
     def __init__(self, readers: Sequence[_Reader]) -> None:
         self._readers = readers
 
-    async def drained(self, timeout_secs: float) -> None:
-        """Read everything that the process, which has ended, left in its pipes; then close them.
-
-        Args:
-            timeout_secs: How long to wait for the end of the pipes, in seconds: a process that left the task's group
-                may hold them open. What has come by then is taken.
-        """
-        try:
-            for reader in self._readers:
-                reader.drain()
-            waiting = [reader.ended for reader in self._readers if not reader.ended.done()]
-            if waiting:
-                await asyncio.wait(waiting, timeout=timeout_secs)
-        finally:
-            self.close()
-
     def close(self) -> None:
-        """Take what is there, and close; a second call does nothing."""
+        """Take what the process, which has ended, left in its pipes, and close them; a second call does nothing.
+
+        A process that left the task's group may hold them open, so their end is not waited for.
+        """
         for reader in self._readers:
             reader.close()
 
@@ -147,7 +134,7 @@ class _Reader:
         self._outputs = outputs
         self._number = number
         self._splitter = LineSplitter()
-        self._reading = self._draining = False
+        self._reading = False
         self.prefixer = prefixer
         self.target = target
         self.log = log
@@ -161,14 +148,9 @@ class _Reader:
             self._loop.add_reader(self._number, self._readable)
 
     def pause(self) -> None:
-        if self._reading and not self._draining:
+        if self._reading:
             self._reading = False
             self._loop.remove_reader(self._number)
-
-    def drain(self) -> None:
-        """Pause no more: what is left is no more than a pipe holds."""
-        self._draining = True
-        self.resume()
 
     def _readable(self) -> None:
         with contextlib.suppress(BlockingIOError):

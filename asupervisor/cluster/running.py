@@ -15,6 +15,9 @@ Kubernetes' TFJob with the restart policy ``ExitCode`` takes 1 to 127 for perman
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
+import os
 import signal
 import sys
 import threading
@@ -62,7 +65,8 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
 
     SIGTERM and SIGINT cancel the coroutine: a session in it saves and ends in order. Where something else in it handles
     signals (`Task.join`, ``Supervisor(handle_signals=True)``), the first one is its business. A second one acts at
-    once. Errors of the configuration, and a lost cluster, are one line on stderr; any other error is a traceback.
+    once. After a signal the process ends without returning from here; its exit functions have run. Errors of the
+    configuration, and a lost cluster, are one line on stderr; any other error is a traceback.
 
     Only in the main thread.
 
@@ -90,7 +94,21 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
             traceback.print_exception(error)
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    if received:
+        _end_at_once(code)
     sys.exit(code)
+
+
+def _end_at_once(code: int) -> None:
+    """Leave as the interpreter does, but for its tidying up, which takes TensorFlow a second: somebody waits."""
+    run_exit_functions = getattr(atexit, "_run_exitfuncs", None)
+    if run_exit_functions is None:
+        return
+    run_exit_functions()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 async def _main(main: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...], received: list[int]) -> None:

@@ -522,9 +522,14 @@ class SupervisedRun:
         session, host = self._session, self._host
         try:
             if session is not None and not await session.close_raw(KILL_GRACE_SECS):
-                self._emit(
-                    "session.close_blocked", "the session's close is blocked by a run that never ends", level="error"
-                )
+                if session.raw.sess_str:
+                    self._emit("session.close_late", "the session's close waits for a peer, and is left to itself")
+                else:
+                    self._emit(
+                        "session.close_blocked",
+                        "the session's close is blocked by a run that never ends",
+                        level="error",
+                    )
             if self._settings.peers is not None:
                 await self._settings.peers.leave(self._leaves_as)
         finally:

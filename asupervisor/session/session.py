@@ -494,12 +494,17 @@ class AsyncSession:
             finally:
                 ending.signal()
 
-        try:
-            self._device.side.submit(work, f"close of {self.name}")
-        except RuntimeError:  # the executor is closed already
-            pool = SideThreads("asupervisor", idle_secs=0.0)
-            pool.submit(work, f"close of {self.name}")
-            pool.shutdown()
+        # A session on a server waits in its close for peers that are gone, until its timeout: nobody waits for that, and
+        # it is no straggler.
+        if not self.raw.sess_str:
+            try:
+                self._device.side.submit(work, f"close of {self.name}")
+                return
+            except RuntimeError:  # the executor is closed already
+                pass
+        pool = SideThreads("asupervisor", idle_secs=0.0)
+        pool.submit(work, f"close of {self.name}")
+        pool.shutdown()
 
     def _end_use(self) -> None:
         """No run starts any more, and what has not started fails."""

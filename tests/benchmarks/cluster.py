@@ -196,7 +196,7 @@ def server_frozen(make: Callable[..., Cluster]) -> dict[str, float]:
     before = max(record["step"] for name in ("chief-0", "worker-0") for record in tasks[name].records("step"))
     noticed = math.inf
     while time.time() < frozen_at + FREEZE_SECS:
-        told = tasks["chief-0"].records("session.recovering", since=frozen_at)
+        told = tasks["chief-0"].records("session.recovering", "stop.error", since=frozen_at)
         if told and noticed == math.inf:
             noticed = told[0]["t"] - frozen_at
         time.sleep(0.05)
