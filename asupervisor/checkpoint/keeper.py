@@ -53,6 +53,8 @@ class SnapshotKeeper:
             return
         assert self.ops is not None
         with self._lock:
+            if self._being_written is not None:  # of an earlier session, on a slow disk: the warmth is not worth a wait
+                return
             self._give_up()
             try:
                 sn.hold(raw, self.ops).release()

@@ -409,8 +409,9 @@ class CheckpointService:
             # Under way by another's order; when that is done, the service looks whether more is due.
             _call_soon(loop, self._kick.set)
             return
-        snapshot = self._take(self._session.raw)
-        _call_soon(loop, self._hand_over, snapshot)
+        snapshot = self._taker.take_here(self._session.raw, self._take)
+        if snapshot is not None:
+            _call_soon(loop, self._hand_over, snapshot)
 
     def _runs_to_look(self, due: int, left: int, made: int) -> int:
         """On the device thread: after how many of the `left` runs to look again, with the memory ready in time."""
