@@ -440,8 +440,10 @@ async def test_kill_does_not_wait(launcher: Callable[..., Launcher], console: Co
 
 
 async def test_a_stop_during_the_pause_before_a_restart(launcher: Callable[..., Launcher], console: Console) -> None:
-    async with launcher({"chief": "sys.exit(138)"}) as launched:
-        await console.seen("[launch] chief/0 gave up on lost peers (exit status 138): restart 1 of 3")
+    launched = launcher({"chief": "sys.exit(138)"})
+    launched._budgets["chief/0"] = RestartBudget(1, 300.0, first_secs=300.0, longest_secs=300.0)
+    async with asyncio.timeout(20), launched:
+        await console.seen("[launch] chief/0 gave up on lost peers (exit status 138): restart 1 of 1 in 300 s")
         launched.request_stop()
     assert (launched.tasks["chief/0"].starts, launched.exit_status) == (1, 0)
 
@@ -566,13 +568,16 @@ async def test_a_blocked_terminal_loses_nothing(launcher: Callable[..., Launcher
 
 async def test_a_blocked_terminal_does_not_hold_up_a_stop(launcher: Callable[..., Launcher], console: Console) -> None:
     code = """
-signal.signal(15, lambda *_: (print("saved"), sys.exit(0)))
+signal.signal(15, lambda *_: (os.write(1, b"saved\\n"), sys.exit(0)))
 say("ready")
-while True: print("x" * 90)
+while True: os.write(1, b"x" * 90 + b"\\n")
 """
     async with launcher({"chief": code}) as launched:
         await console.seen("[chief/0] ready")
         console.stop()
+        async with asyncio.timeout(30):
+            while not launched._outputs.writer.full:
+                await asyncio.sleep(0.01)
         launched.request_stop()
         async with asyncio.timeout(10):
             while launched.tasks["chief/0"].returncode is None:
@@ -736,6 +741,34 @@ def test_no_child_survives_a_launcher_that_was_killed(launch: Callable[..., Laun
     assert len(children) == 5
     launched.process.kill()
     assert all(ends(child) for child in children)
+
+
+def test_a_program_does_not_begin_before_the_guard_knows_of_it(
+    python: str, fresh_environ: dict[str, str], tmp_path: Path
+) -> None:
+    """The launcher is killed in between."""
+    code = (
+        LAUNCH.partition("from asupervisor.cli")[0]
+        + f"""
+import os, signal
+from asupervisor.cluster.processes import Guard, Process
+
+class Late(Guard):
+    def watch(self, group):
+        print(group, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+program = "import pathlib, time; pathlib.Path({str(tmp_path / "begun")!r}).touch(); time.sleep(600)"
+Process([sys.executable, "-S", "-c", program], Late(), stdout=1, stderr=2, environ=os.environ)
+"""
+    )
+    with subprocess.Popen([python, "-c", code], env=fresh_environ, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        pid = int(killed.stdout.readline())
+        assert killed.stdout.read() == "", "nobody holds it open any more"
+    with contextlib.suppress(psutil.NoSuchProcess):  # already
+        assert ends(psutil.Process(pid))
+    assert not (tmp_path / "begun").exists()
 
 
 def test_a_guard_that_was_killed_is_replaced(launch: Callable[..., Launched]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,86 @@ async def test_a_blocked_target_makes_the_writer_full_and_room_is_told() -> None
     os.close(write)
 
 
+async def test_a_writer_that_was_full_stays_so_until_there_is_room() -> None:
+    """Whoever stopped reading then is waiting for the news."""
+    began: asyncio.Queue[None] = asyncio.Queue()
+    loop, permits, room = asyncio.get_running_loop(), threading.Semaphore(0), asyncio.Event()
+
+    class Slow(Recorded):
+        def write(self, data: bytes) -> None:
+            loop.call_soon_threadsafe(began.put_nowait, None)
+            permits.acquire()
+
+    writer = Writer(room.set, lambda target, error: None, most_bytes=100)
+    two = Slow(), Slow()  # in turns, so that nothing is written together
+    for number in range(10):
+        writer.write(two[number % 2], b"ten bytes\n")
+    assert writer.full
+    permits.release(2)
+    for _ in range(3):
+        await began.get()
+    assert writer.full, "80 bytes wait"
+    assert not room.is_set()
+    permits.release(8)
+    await room.wait()
+    assert not writer.full
+    writer.finish()
+    await writer.ended
+
+
+class Taps:
+    """An `Outputs` whose targets are pipes, with one task whose pipes the test fills."""
+
+    def __init__(self) -> None:
+        self.shown, self._stdout = os.pipe()
+        self.outputs = Outputs(["ps/0"], stdout=self._stdout, stderr=self._stdout, log_dir=None, environ={})
+        (out_read, self.stdout), (err_read, self._stderr) = os.pipe(), os.pipe()
+        os.set_blocking(self.stdout, False)
+        self.pipes = self.outputs.attach("ps/0", out_read, err_read)
+
+    async def all(self) -> bytes:
+        """Everything that is shown, to the end."""
+        self.pipes.close()
+        self.outputs.writer.finish()
+        reading = asyncio.create_task(asyncio.to_thread(self._read_all))
+        await self.outputs.writer.ended
+        os.close(self._stdout)
+        text = await reading
+        for number in (self.shown, self.stdout, self._stderr):
+            os.close(number)
+        return text
+
+    def _read_all(self) -> bytes:
+        with open(self.shown, "rb", closefd=False) as shown:
+            return shown.read()
+
+
+async def test_what_is_in_the_pipe_when_it_is_closed_is_shown() -> None:
+    """The last state of a progress bar and a line without an end, in a pipe that somebody else holds open."""
+    taps = Taps()
+    os.write(taps.stdout, b"7%\r8%\r9%\r")
+    taps.pipes.close()
+    assert await taps.all() == b"[ps/0] 7%\n[ps/0] 9%\n"
+
+
+@pytest.mark.parametrize("limited", [True, False], ids=["running", "ending"])
+async def test_a_blocked_terminal_stops_the_reading_while_the_job_runs(limited: bool) -> None:
+    taps = Taps()
+    if not limited:
+        taps.outputs.lift_limit()
+    line = b"x" * 999 + b"\n"
+    total, turns_in_vain = 0, 0
+    while total < 3000 and turns_in_vain < 100:
+        try:
+            total += os.write(taps.stdout, line) // 1000  # smaller than what a pipe takes as a whole
+            turns_in_vain = 0
+        except BlockingIOError:
+            turns_in_vain += 1
+            await asyncio.sleep(0)
+    assert (total < 2000) is limited
+    assert (await taps.all()).count(b"[ps/0] " + line) == total, "and nothing is lost"
+
+
 async def test_a_descriptor_that_does_not_block_is_waited_for() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -190,9 +271,9 @@ async def test_colours_on_a_terminal_only(environ: dict[str, str], coloured: boo
     pipes = outputs.attach("ps/0", out_read, err_read)
     os.write(out_write, b"hello\n")
     os.write(err_write, b"hello\n")
+    pipes.close()
     os.close(out_write)
     os.close(err_write)
-    await pipes.drained(5)
     outputs.writer.finish()
     await outputs.writer.ended
     assert (b"\x1b[" in os.read(terminal, 100)) is coloured
