@@ -83,7 +83,7 @@ class Outputs:
             self.writer.write(reader.target, reader.prefixer.show(line))
             if reader.log is not None:
                 self.writer.write(reader.log, line)
-            if text := line.strip():
+            if text := line.rstrip():
                 reader.tail.append(text)
         if self._limited and self.writer.full:
             for each in self._readers:

@@ -298,14 +298,14 @@ async def test_a_failure_for_good_ends_everything_with_its_status(
     launcher: Callable[..., Launcher], console: Console, events: list[tuple[str, dict[str, Any]]], code: int
 ) -> None:
     waiting = "until_sigterm()"
-    failing = f"if index == 1: sys.stderr.write('what went wrong'); sys.exit({code})"
+    failing = f"if index == 1: sys.stderr.write('\\n  what went wrong'); sys.exit({code})"
     launched = launcher({"worker": f"{failing}\n{waiting}", "chief": waiting, "ps": waiting}, workers=2, ps=1)
     assert await launched.run() == code
     assert launched.exit_status == code
     ((_, data),) = [event for event in events if event[0] == "launch.failed"]
-    assert (data["task"], data["returncode"], data["last_lines"]) == ("worker/1", code, ("what went wrong",))
+    assert (data["task"], data["returncode"], data["last_lines"]) == ("worker/1", code, ("  what went wrong",))
     await console.seen(f"[launch] worker/1 failed with exit status {code}, which is final: everything ends; the last")
-    await console.seen("[launch]     what went wrong")
+    await console.seen("[launch]       what went wrong")
     assert all(task.starts <= 1 for task in launched.tasks.values())
     assert names(events, "launch.restarting") == []
 
