@@ -170,6 +170,12 @@ finally:
         assert done.stdout.endswith("heavy: []\n")
 
 
+def test_the_launcher_does_without_tensorflow(python: str, fresh_environ: dict[str, str]) -> None:
+    code = "import sys, asupervisor.cluster.launcher; print(sorted({'tensorflow', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([python, "-c", code], env=fresh_environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def test_version(command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = command("--version")
     assert done.returncode == 0, done.stderr

@@ -613,16 +613,6 @@ async def test_who_keeps_a_pipe_open_does_not_hold_up_the_end(
 
 # ------------------------------------------------------------------------------------------ the launcher as a process
 
-LAUNCH = """
-import sys, types
-import asupervisor
-room = types.ModuleType("asupervisor.cluster")  # without what its front door imports: TensorFlow
-room.__path__ = [asupervisor.__path__[0] + "/cluster"]
-sys.modules[room.__name__] = room
-from asupervisor.cli import main
-main()
-"""
-
 
 class Launched:
     """A real launcher in a process of its own."""
@@ -658,7 +648,7 @@ def launch(
 
     def start(codes: dict[str, str], *options: str, **popen: Any) -> Launched:
         process = subprocess.Popen(
-            [python, "-c", LAUNCH, "launch", *options, *program(**codes)],
+            [python, "-m", "asupervisor", "launch", *options, *program(**codes)],
             env=fresh_environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -747,10 +737,8 @@ def test_a_program_does_not_begin_before_the_guard_knows_of_it(
     python: str, fresh_environ: dict[str, str], tmp_path: Path
 ) -> None:
     """The launcher is killed in between."""
-    code = (
-        LAUNCH.partition("from asupervisor.cli")[0]
-        + f"""
-import os, signal
+    code = f"""
+import os, signal, sys
 from asupervisor.cluster.processes import Guard, Process
 
 class Late(Guard):
@@ -761,7 +749,6 @@ class Late(Guard):
 program = "import pathlib, time; pathlib.Path({str(tmp_path / "begun")!r}).touch(); time.sleep(600)"
 Process([sys.executable, "-S", "-c", program], Late(), stdout=1, stderr=2, environ=os.environ)
 """
-    )
     with subprocess.Popen([python, "-c", code], env=fresh_environ, stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout is not None
         pid = int(killed.stdout.readline())
