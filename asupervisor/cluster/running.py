@@ -65,17 +65,18 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
 
     SIGTERM and SIGINT cancel the coroutine: a session in it saves and ends in order. Where something else in it handles
     signals (`Task.join`, ``Supervisor(handle_signals=True)``), the first one is its business. A second one acts at
-    once. After a signal the process ends without returning from here; its exit functions have run. Errors of the
-    configuration, and a lost cluster, are one line on stderr; any other error is a traceback.
+    once. Errors of the configuration, and a lost cluster, are one line on stderr; any other error is a traceback.
 
-    Only in the main thread.
+    The process ends in here, after its exit functions and, unless there was a signal, its threads: write nothing behind
+    it. Only in the main thread.
 
     Args:
         main: The coroutine function.
         *args: Its arguments.
 
     Raises:
-        SystemExit: Always; see the table at the top of `asupervisor.cluster.running`.
+        RuntimeError: Called in another thread.
+        SystemExit: Where the process could not be ended; see the table at the top of `asupervisor.cluster.running`.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("cluster.run() handles signals, which needs the main thread")
@@ -94,13 +95,20 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
             traceback.print_exception(error)
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    if received:
-        _end_at_once(code)
+    if not received:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    _end_at_once(code)
     sys.exit(code)
 
 
 def _end_at_once(code: int) -> None:
-    """Leave as the interpreter does, but for its tidying up, which takes TensorFlow a second: somebody waits."""
+    """Leave as the interpreter does, but for its tidying up.
+
+    That takes a second with TensorFlow, and now and then for ever: its servers cannot be stopped, and go on beside the
+    destructors.
+    """
     run_exit_functions = getattr(atexit, "_run_exitfuncs", None)
     if run_exit_functions is None:
         return

@@ -233,11 +233,11 @@ def sync_replicas(make: Callable[..., Cluster]) -> dict[str, float]:
     """Synchronous replicas, two of three: one is killed and back, then the end."""
     made = make(workers=2, sync=2, stop_grace_secs=120)
     tasks = {
-        name: made.start(name[:-2], int(name[-1]), steps=300) for name in ("ps-0", "chief-0", "worker-0", "worker-1")
+        name: made.start(name[:-2], int(name[-1]), steps=1500) for name in ("ps-0", "chief-0", "worker-0", "worker-1")
     }
     _trains(tasks["chief-0"], tasks["worker-0"], tasks["worker-1"])
     tasks["worker-0"].kill()
-    again = made.start("worker", 0, steps=300)
+    again = made.start("worker", 0, steps=1500)
     back = _trains(again) - again.begun_at
     trained = _came(tasks["chief-0"], "trained")
     return {
