@@ -28,7 +28,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import anyio
 
-from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
+from asupervisor.errors import SessionClosed, StopGraceExceeded, StopRequested, WrongEventLoop, describe
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.joining import Worker, cancel_again, keep, outlast, still_running
@@ -143,10 +143,11 @@ class Host(Generic[T]):
             try:
                 # The second one comes first where the startup does not let itself be aborted.
                 await asyncio.wait([self._started, self._finished], return_when=asyncio.FIRST_COMPLETED)
-            except BaseException:
+            except BaseException as interrupt:
                 self.hurry()
                 self.close()
                 await self.join()
+                self._tell_of_failed_abort(interrupt)
                 raise
             if self._ran and self._startup_error is None:
                 return self._value  # type: ignore[return-value]
@@ -174,6 +175,20 @@ class Host(Generic[T]):
             error = None
             cancellations = []
             del self
+
+    def _tell_of_failed_abort(self, interrupt: BaseException) -> None:
+        """What the startup raised because it was cancelled does not leave, since the cancellation does. It is told."""
+        error, self._startup_error = self._startup_error, None
+        if isinstance(error, StopRequested | SessionClosed) or not isinstance(error, Exception):
+            return
+        if error is not self.coordinator.error:  # that one has been told
+            self.emit(
+                "session.start_failed",
+                f"the start of {self.name} was cancelled, and has failed at that: {describe(error)}",
+                level="error",
+                error=describe(error),
+            )
+        interrupt.add_note(f"asupervisor: the start failed while it was cancelled: {describe(error)}")
 
     def _start_closer(self) -> None:
         closer = keep(self.loop.create_task(self._bring_down(), name=f"{self.name}-closer"))

@@ -232,8 +232,8 @@ class SessionManager:
                     f"Init op: {maybe_name(init_op)}, init fn: {init_fn}, local_init_op: {self._local_init_op}, "
                     f"error: {model.message}"
                 )
-        except BaseException:
-            await opening.give_up()
+        except BaseException as error:
+            await opening.give_up(because=error)
             raise
         if not restored:
             self._emit("session.initialised", "the model was initialised")
@@ -285,8 +285,8 @@ class SessionManager:
             what = "ready for local init" if not state.ready else "ready"
             if state.ready:
                 state = await self._on_device(opening, "ready_op", check_ready, self._ready_op)
-        except BaseException:
-            await opening.give_up()
+        except BaseException as error:
+            await opening.give_up(because=error)
             raise
         if not state.ready:
             self._emit(
@@ -347,8 +347,8 @@ class SessionManager:
                         missing=list(state.missing),
                     )
                 await patience.pause(pause)
-        except BaseException:
-            await opening.give_up()
+        except BaseException as error:
+            await opening.give_up(because=error)
             raise
 
     # ------------------------------------------------------------------ steps, on the loop
@@ -375,8 +375,8 @@ class SessionManager:
                 emit=self._emit,
                 close=self._close,
             )
-        except BaseException:
-            await opening.give_up()
+        except BaseException as error:
+            await opening.give_up(because=error)
             raise
         return opening
 

@@ -15,6 +15,7 @@ from asupervisor.errors import SessionClosed, describe
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.session.session import CLOSE_SECS, AsyncSession
+from asupervisor.session.waiting import ECHOES
 
 #: How long whoever gives a session up waits for it to be closed, in seconds. Closing one takes about a
 #: millisecond; where it takes longer (a running Python op, a peer that is gone), its thread goes on alone.
@@ -80,10 +81,13 @@ class Opening:
         self.session = session
         return session
 
-    async def give_up(self) -> None:
+    async def give_up(self, *, because: BaseException | None = None) -> None:
         """Close what was opened, or have it closed when it comes; waits `GIVE_UP_SECS` at most and never raises.
 
         Cancelling it leaves the clean-up running.
+
+        Args:
+            because: Why. A failure is not replaced by the cancellation.
         """
         with self._lock:
             self._given_up = True
@@ -91,7 +95,11 @@ class Opening:
         task = asyncio.create_task(self._clean_up(raw), name="asupervisor-give-up-session")
         _cleaning.add(task)
         task.add_done_callback(_cleaning.discard)
-        await asyncio.wait({task}, timeout=GIVE_UP_SECS)
+        try:
+            await asyncio.wait({task}, timeout=GIVE_UP_SECS)
+        except asyncio.CancelledError:
+            if not isinstance(because, Exception) or isinstance(because, ECHOES):
+                raise
 
     async def _clean_up(self, raw: tf.compat.v1.Session | None) -> None:
         session, self.session = self.session, None

@@ -8,10 +8,14 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import anyio
+import tensorflow as tf
+
 from asupervisor.clock import Clock
-from asupervisor.errors import StopRequested
+from asupervisor.errors import SessionClosed, StopRequested, describe
 from asupervisor.events import EventSink
 from asupervisor.runtime.coordinator import Coordinator
+from asupervisor.runtime.host import KILL_GRACE_SECS
 
 T = TypeVar("T")
 
@@ -22,8 +26,15 @@ LAST_POLL_SECS = 1.0
 #: What has begun (the opening of a session, a look) may take so long, however little time is left, in seconds.
 LOOK_SECS = 2.0
 
+#: What was cancelled may take so long to end, in seconds. Whoever aborts a start waits a little longer.
+LAST_WORDS_SECS = KILL_GRACE_SECS / 2
+
 #: A master that has not answered for so long is an event, in seconds.
 SILENT_SECS = 10.0
+
+
+#: What a wait raises because it was ended, in its own words: not a failure of what was to be done.
+ECHOES = (StopRequested, SessionClosed, tf.errors.CancelledError)
 
 
 class Patience:
@@ -56,8 +67,12 @@ class Patience:
 
         Raises:
             StopRequested: The stop came first.
+            Exception: What `work` raised; also where it did so because it was cancelled. As with a plain ``await``,
+                that takes the place of the reason for the cancellation.
         """
         task = _task_of(work)
+        error: BaseException | None = None
+        received = False
         rivals: list[asyncio.Task[Any]] = []
         if self.coordinator is not None:
             rivals.append(_task_of(self.coordinator.wait_for_stop()))
@@ -67,6 +82,7 @@ class Patience:
         try:
             await asyncio.wait({task, *rivals}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
+                received = True
                 return task.result()
             for rival in rivals:
                 if rival.done():
@@ -78,12 +94,30 @@ class Patience:
             pending = [waiter for waiter in (task, *rivals) if not waiter.done()]
             for waiter in pending:
                 waiter.cancel()
-            if pending:
-                await asyncio.wait(pending)
-            if task.done() and not task.cancelled():
-                task.exception()  # seen: we may leave with another one
-            # An error of it has a traceback that leads here: no cycle, and nothing that keeps its frames alive.
-            del task, rivals, pending, work
+            try:
+                if pending:
+                    # A cancelled scope cancels again and again: what it has cancelled gets to its end all the same.
+                    with anyio.move_on_after(LAST_WORDS_SECS, shield=True):
+                        await asyncio.wait(pending)
+                if task.done():
+                    error = None if received else _failure_of(task)
+                if error is not None:
+                    raise error
+            finally:
+                if not task.done():
+                    task.add_done_callback(self._tell_of_last_words)
+                # An error of it has a traceback that leads here: no cycle, and nothing that keeps its frames alive.
+                del task, rivals, pending, work, error
+
+    def _tell_of_last_words(self, task: asyncio.Task[Any]) -> None:
+        error = _failure_of(task)
+        if error is not None:
+            self.emit(
+                "session.start_failed_late",
+                f"what the start of a session had given up has failed since: {describe(error)}",
+                level="error",
+                error=describe(error),
+            )
 
     async def pause(self, secs: float) -> None:
         """Sleep, unless a stop comes first.
@@ -141,6 +175,14 @@ class Polls:
             return False
         self._told, self._told_at = message, now
         return True
+
+
+def _failure_of(task: asyncio.Task[Any]) -> BaseException | None:
+    """What a task that is done has failed with by itself; None for an echo of its end."""
+    if task.cancelled():
+        return None
+    error = task.exception()
+    return None if isinstance(error, ECHOES) else error
 
 
 def _task_of(work: Awaitable[T]) -> asyncio.Task[T]:

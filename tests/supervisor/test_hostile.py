@@ -28,6 +28,46 @@ tf1 = tf.compat.v1
 # ------------------------------------------------------------------ closing and stopping at odd places
 
 
+@pytest.mark.parametrize("how", ["stop", "stop with an error", "cancel"])
+async def test_an_init_fn_that_fails_when_it_is_ended(counter: Callable[..., Any], how: str, caplog: Any) -> None:
+    """Its error leaves, as a service's does after a requested stop; a cancellation and earlier errors come first."""
+    made, entered = counter(), asyncio.Event()
+    error, first = ValueError("half done"), KeyError("reported")
+
+    async def init_fn(sess: Any) -> None:
+        entered.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            raise error
+
+    sv = Supervisor(graph=made.graph, init_fn=init_fn)
+
+    notes: list[str] = []
+
+    async def enter() -> None:
+        try:
+            async with sv.managed_session():
+                raise AssertionError
+        except asyncio.CancelledError as cancellation:
+            notes.extend(cancellation.__notes__)
+            raise
+
+    task = asyncio.create_task(enter())
+    await entered.wait()
+    if how == "cancel":
+        task.cancel()
+    else:
+        sv.request_stop(first if how == "stop with an error" else None)
+    (left,) = await asyncio.gather(task, return_exceptions=True)
+    if how == "cancel":
+        assert isinstance(left, asyncio.CancelledError)
+        assert any("half done" in note for note in notes)
+        assert any(record.levelname == "ERROR" and "half done" in record.message for record in caplog.records)
+    else:
+        assert left is (first if how == "stop with an error" else error)
+
+
 async def test_closed_inside_the_block(counter: Callable[..., Any], tmp_path: Path, saved: Any) -> None:
     made = counter()
     sv = Supervisor(graph=made.graph, logdir=str(tmp_path))
