@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from asupervisor import _tf, errors
 from asupervisor.clock import SystemClock
-from asupervisor.errors import SessionNotReady, StopRequested, UnknownMaster
+from asupervisor.errors import SessionClosed, SessionNotReady, StopRequested, UnknownMaster
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.session.manager import SessionManager
@@ -1264,6 +1264,34 @@ async def test_an_async_init_fn_is_cancelled_when_the_startup_ends(raw_sessions,
     with pytest.raises(asyncio.CancelledError if how == "cancel" else StopRequested):
         await task
     assert ended == [True]
+    assert raw_sessions.open_ones() == []
+
+
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+@pytest.mark.parametrize("kind", ["error", "echo"])
+async def test_what_an_async_init_fn_raises_when_it_is_cancelled_is_not_lost(raw_sessions, how, kind):
+    """It takes the place of the cancellation, as with a plain await; but not where it only tells of that."""
+    coordinator, entered = Coordinator(), asyncio.Event()
+    error = ValueError("half done") if kind == "error" else SessionClosed("session")
+
+    async def init_fn(session):
+        entered.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            raise error
+
+    task = asyncio.create_task(Model().manager(coordinator=coordinator).prepare_session("", init_fn=init_fn))
+    await entered.wait()
+    if how == "cancel":
+        task.cancel()
+    else:
+        coordinator.request_stop()
+    instead = asyncio.CancelledError if how == "cancel" else StopRequested
+    with pytest.raises(ValueError if kind == "error" else instead) as raised:
+        await task
+    if kind == "error":
+        assert raised.value is error
     assert raw_sessions.open_ones() == []
 
 
