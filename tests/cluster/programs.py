@@ -30,7 +30,8 @@ from asupervisor.errors import PeersUnreachable
 from asupervisor.runtime import signals
 
 tf1 = tf.compat.v1
-tf1.disable_eager_execution()
+if os.environ.get("ASUPERVISOR_TEST_TF_MODE") == "v1":
+    tf1.disable_v2_behavior()
 tf.get_logger().setLevel("ERROR")
 
 
@@ -182,6 +183,7 @@ def tf_replica(
     **_: Any,
 ) -> None:
     """The same with `tf.distribute.Server`, and `Supervisor` or `MonitoredTrainingSession` of TensorFlow."""
+    tf1.disable_v2_behavior()  # its services' threads execute eagerly otherwise, and fail
     layout = parse(os.environ["TF_CONFIG"])
     spec = tf.train.ClusterSpec(layout.addresses())
     server = tf.distribute.Server(spec, job_name=layout.job, task_index=layout.index)

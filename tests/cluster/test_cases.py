@@ -20,6 +20,7 @@ from asupervisor.checkpoint.catalogue import checkpoints
 from tests.cluster.harness import Cluster, Process
 
 families = pytest.mark.parametrize("family", ["monitored", "supervised"])
+full = pytest.mark.full
 
 
 def steps_seen(process: Process, since: float = 0.0) -> list[int]:
@@ -38,8 +39,17 @@ def inside(prefix: str) -> int:
 # ------------------------------------------------------------------------------------------ in and out
 
 
-@families
-@pytest.mark.parametrize("order", ["worker-0 chief-0 ps-0", "chief-0 worker-0 ps-0", "ps-0 worker-0 chief-0"])
+@pytest.mark.parametrize(
+    ("family", "order"),
+    [
+        ("monitored", "worker-0 chief-0 ps-0"),
+        ("supervised", "chief-0 worker-0 ps-0"),
+        ("monitored", "ps-0 worker-0 chief-0"),
+        pytest.param("supervised", "worker-0 chief-0 ps-0", marks=full),
+        pytest.param("monitored", "chief-0 worker-0 ps-0", marks=full),
+        pytest.param("supervised", "ps-0 worker-0 chief-0", marks=full),
+    ],
+)
 def test_f22_tasks_start_in_any_order_and_the_job_ends_by_itself(
     cluster: Callable[..., Cluster], family: str, order: str
 ) -> None:
@@ -63,8 +73,15 @@ def test_f22_tasks_start_in_any_order_and_the_job_ends_by_itself(
     assert saved["t"] > worker.wait_for("trained")["t"]
 
 
-@families
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [
+        ("monitored", signal.SIGTERM),
+        ("supervised", signal.SIGTERM),
+        ("monitored", signal.SIGINT),
+        pytest.param("supervised", signal.SIGINT, marks=full),
+    ],
+)
 def test_a_signal_ends_those_who_wait_for_a_parameter_server(
     cluster: Callable[..., Cluster], family: str, number: int
 ) -> None:
@@ -126,6 +143,7 @@ def test_a_worker_that_is_killed_comes_back_and_the_others_notice_nothing(cluste
 
 
 @families
+@pytest.mark.modes
 def test_a_chief_that_is_killed_adopts_the_live_model(cluster: Callable[..., Cluster], family: str) -> None:
     """TensorFlow's chief restores its last checkpoint over what the workers have done since."""
     made = cluster(family=family, save_secs=3600)
@@ -145,8 +163,16 @@ def test_a_chief_that_is_killed_adopts_the_live_model(cluster: Callable[..., Clu
     assert seen == sorted(seen)
 
 
-@families
-@pytest.mark.parametrize("kind", ["resource", "ref"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("monitored", "resource"),
+        ("supervised", "ref"),
+        pytest.param("supervised", "resource", marks=full),
+        pytest.param("monitored", "ref", marks=full),
+    ],
+)
+@pytest.mark.modes
 def test_a_parameter_server_that_is_killed_gets_its_model_back(
     cluster: Callable[..., Cluster], family: str, kind: str
 ) -> None:
@@ -255,6 +281,7 @@ def test_worker_0_is_the_chief_where_there_is_none(cluster: Callable[..., Cluste
 
 
 @families
+@pytest.mark.modes
 def test_synchronous_replicas_with_a_backup(cluster: Callable[..., Cluster], family: str) -> None:
     """Three replicas, two gradients a step: one may be killed and come back; the end waits out no grace."""
     made = cluster(workers=2, family=family, sync=2, stop_grace_secs=60)
@@ -318,7 +345,7 @@ def bad_day(made: Cluster, secs: float, seed: int) -> None:
 
 
 def test_a_bad_minute(cluster: Callable[..., Cluster]) -> None:
-    bad_day(cluster(workers=2, save_secs=0.3), secs=15.0, seed=1)
+    bad_day(cluster(workers=2, save_secs=0.3), secs=8.0, seed=1)
 
 
 @pytest.mark.full
