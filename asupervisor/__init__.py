@@ -16,7 +16,8 @@ The rooms of the house, each may import those below it only (`lint-imports` hold
     clock  events  errors          time; frozen records; the exception tree
 
 Every public name can be imported from here, and is loaded when it is first asked for: ``import asupervisor`` is
-quick and does not import TensorFlow. The names of `asupervisor.cluster` and `asupervisor.testing` stay there. A name is public if no part of its dotted path begins with an underscore.
+quick and does not import TensorFlow. The names of `asupervisor.cluster` and `asupervisor.testing` stay there. A name is
+public if no part of its dotted path begins with an underscore.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from asupervisor.runtime.looper import LooperTask, check_arguments
 from asupervisor.runtime.service import Service
 from asupervisor.services import arguments
 from asupervisor.services.peers import ClusterTask, Peers, check_trains
-from asupervisor.services.run import RunSettings, SupervisedRun
+from asupervisor.services.run import SupervisedRun
+from asupervisor.services.settings import RunSettings
 from asupervisor.services.surroundings import Surroundings
 from asupervisor.services.sync_replicas import SyncReplicas
 from asupervisor.session import elements

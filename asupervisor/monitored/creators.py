@@ -23,7 +23,7 @@ from asupervisor.clock import Clock, SystemClock
 from asupervisor.events import EventSink, log_only
 from asupervisor.services import arguments
 from asupervisor.services.peers import ClusterTask, check_trains
-from asupervisor.services.run import RunSettings
+from asupervisor.services.settings import RunSettings
 from asupervisor.session.elements import GraphElements, resolve_graph
 from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -24,74 +24,23 @@ import tensorflow as tf
 from asupervisor.checkpoint.records import CheckpointInfo, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
-from asupervisor.clock import Clock
-from asupervisor.errors import ModelLost, PeersUnreachable, SessionClosed, WrongEventLoop, describe
+from asupervisor.errors import PeersUnreachable, SessionClosed, WrongEventLoop, describe
 from asupervisor.events import Level, Status
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.runtime.service import Service
+from asupervisor.services.beginning import Beginning
 from asupervisor.services.checkpointing import CheckpointService
 from asupervisor.services.feeders import make_feeders, report_starved
-from asupervisor.services.peers import Around as PeersAround
-from asupervisor.services.peers import Peers, Ways, is_loss
+from asupervisor.services.peers import is_loss
+from asupervisor.services.settings import RunSettings
 from asupervisor.services.step_counter import StepCounter
 from asupervisor.services.summaries import SummaryService
 from asupervisor.services.surroundings import Surroundings
-from asupervisor.services.sync_replicas import SyncReplicas
-from asupervisor.session.elements import GraphElements, step_value
+from asupervisor.session.elements import step_value
 from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
 from asupervisor.session.waiting import Patience
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
-    """What a supervisor was told, as its sessions use it; see `Supervisor` for the meaning of each.
-
-    For a non-chief `logdir` and the intervals are None.
-
-    Attributes:
-        checkpoint_filename_with_path: Checkpoint to restore instead of the logdir's newest, until this process has
-            saved one there itself.
-        log_step_count_steps: Steps between two records of the training speed, instead of `save_summaries_secs`.
-        services_without_logdir: Whether there are summaries and a step counter wherever there is a summary writer.
-        write_graph: Whether ``graph.pbtxt`` is written into the logdir.
-        fresh_start: Whether the model is made anew, whatever there is.
-        peers: The other tasks of the cluster, or None.
-        sync_replicas: What there is to do for synchronous replicas, or None.
-    """
-
-    name: str
-    elements: GraphElements
-    is_chief: bool
-    logdir: str | None
-    checkpoint_basename: str
-    init_feed_dict: Mapping[Any, Any] | None
-    init_fn: Callable[[Any], Any] | None
-    save_summaries_secs: float | None
-    save_summaries_steps: int | None
-    save_model_secs: float | None
-    save_model_steps: int | None
-    save_on_exit: bool
-    stop_grace_secs: float
-    clock: Clock
-    checkpoint_filename_with_path: str | None = None
-    log_step_count_steps: int | None = None
-    services_without_logdir: bool = False
-    write_graph: bool = True
-    fresh_start: bool = False
-    peers: Peers | None = None
-    sync_replicas: SyncReplicas | None = None
-
-    @property
-    def saves(self) -> bool:
-        """Whether there is somewhere to save to and something to save with."""
-        return self.logdir is not None and self.elements.saver is not None
-
-    @property
-    def saves_by_itself(self) -> bool:
-        """Whether the checkpoint service and the final save exist."""
-        return self.saves and bool(self.save_model_secs or self.save_model_steps)
 
 
 class SupervisedRun:
@@ -194,14 +143,14 @@ class SupervisedRun:
             global_step=elements.global_step,
             close=self._close_session,
         )
-        if settings.peers is not None:
-            session = await self._open_among(
-                settings.peers, manager, master, config, wait_for_checkpoint, max_wait_secs
-            )
-        elif settings.is_chief:
-            session = await self._prepared(manager, master, config, wait_for_checkpoint, max_wait_secs)
+        beginning = Beginning(settings, manager, master, config, wait_for_checkpoint, max_wait_secs)
+        if settings.peers is None:
+            session = await beginning.open()
         else:
-            session = await manager.wait_for_session(master, config=config, max_wait_secs=max_wait_secs)
+            patience = Patience(settings.clock, self._emit, self._coordinator)
+            session, self.adopted = await beginning.open_among(settings.peers, self._executor, patience, self._emit)
+            if self.adopted and self._store is not None:
+                self._store.claim(None)  # what lies there is an earlier state of this very model
         self._session = session
         self.restored_from = manager.restored_from
         try:
@@ -234,80 +183,6 @@ class SupervisedRun:
             )
         if settings.peers is not None:
             host.spawn("cluster", settings.peers.watch, critical=False, on_stop="cancel")
-        return session
-
-    async def _prepared(
-        self, manager: SessionManager, master: str, config: Any, wait_for_checkpoint: bool, max_wait_secs: float
-    ) -> AsyncSession:
-        """A chief's session: restored, or initialised."""
-        settings, elements = self._settings, self._settings.elements
-        return await manager.prepare_session(
-            master,
-            init_op=elements.init_op,
-            saver=elements.saver,
-            checkpoint_dir=None if settings.checkpoint_filename_with_path else settings.logdir,
-            checkpoint_filename_with_path=settings.checkpoint_filename_with_path,
-            wait_for_checkpoint=wait_for_checkpoint,
-            max_wait_secs=max_wait_secs,
-            config=config,
-            init_feed_dict=settings.init_feed_dict,
-            init_fn=settings.init_fn,
-        )
-
-    async def _open_among(
-        self,
-        peers: Peers,
-        manager: SessionManager,
-        master: str,
-        config: Any,
-        wait_for_checkpoint: bool,
-        max_wait_secs: float,
-    ) -> AsyncSession:
-        """A session of a cluster: the live model, if it is ours; else a chief's way, or a worker's."""
-        settings = self._settings
-        master, config = master or peers.target, peers.configured(config)
-
-        async def wait(secs: float) -> AsyncSession:
-            return await manager.wait_for_session(master, config=config, max_wait_secs=secs)
-
-        async def prepare() -> AsyncSession:
-            if not peers.may_initialise:
-                return await self._restored(manager, master, config)
-            return await self._prepared(manager, master, config, wait_for_checkpoint, max_wait_secs)
-
-        ways = Ways(adopt=lambda: wait(0.0), prepare=prepare, wait=wait)
-        around = PeersAround(
-            executor=self._executor,
-            patience=Patience(settings.clock, self._emit, self._coordinator),
-            emit=self._emit,
-            logdir=settings.logdir,
-            afresh=settings.fresh_start or settings.checkpoint_filename_with_path is not None,
-            max_wait_secs=max_wait_secs,
-        )
-        session, how = await peers.open(ways, around)
-        self.adopted = how == "adopted"
-        if how == "adopted" and self._store is not None:
-            self._store.claim(None)  # what lies there is an earlier state of this very model
-        return session
-
-    async def _restored(self, manager: SessionManager, master: str, config: Any) -> AsyncSession:
-        """A chief's session whose model was lost: restored, or not at all.
-
-        Raises:
-            ModelLost: There is nothing to restore.
-        """
-        settings, elements = self._settings, self._settings.elements
-        explicit = settings.checkpoint_filename_with_path
-        session, ready = await manager.recover_session(
-            master,
-            saver=elements.saver,
-            checkpoint_dir=None if explicit else settings.logdir,
-            checkpoint_filename_with_path=explicit,
-            config=config,
-        )
-        if not ready:
-            await session.close_raw(KILL_GRACE_SECS)
-            raise ModelLost()
         return session
 
     def _write_graph(self) -> None:

@@ -494,8 +494,8 @@ class AsyncSession:
             finally:
                 ending.signal()
 
-        # A session on a server waits in its close for peers that are gone, until its timeout: nobody waits for that, and
-        # it is no straggler.
+        # A session on a server waits in its close for peers that are gone, until its timeout: nobody waits for that,
+        # and it is no straggler.
         if not self.raw.sess_str:
             try:
                 self._device.side.submit(work, f"close of {self.name}")
