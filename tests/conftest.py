@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import zlib
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -66,11 +71,37 @@ SHARE = int(os.environ.get("ASUPERVISOR_TEST_SHARE", "1"))
 OTHER_MODE = pytest.StashKey[tuple[subprocess.Popen[bytes], Any]]()
 
 
+#: Here a test runs with one kind of variables by default, with `-m full` also with the other one: the two differ in
+#: plans, results, snapshots and restores, which are tested with both where they are made.
+ONE_KIND = (
+    "tests/monitored/",
+    "tests/session/test_manager.py",
+    "tests/session/test_session.py",
+    "tests/session/test_stream.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(ONE_KIND) and is_left_to_the_other_kind(item):
+            item.add_marker(pytest.mark.full)
     if SHARE > 1:
         kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % SHARE == 0]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+
+
+def is_left_to_the_other_kind(item: pytest.Item) -> bool:
+    """Whether the same test with the other kind of variables is the one that runs: the same one each time."""
+    callspec = getattr(item, "callspec", None)
+    kind = None if callspec is None else callspec.params.get("variables")
+    if callspec is None or kind is None:
+        return False
+    rest = callspec.id.split("-")
+    rest.remove(kind)
+    name = "-".join([item.nodeid.partition("[")[0], *rest])
+    return bool(kind != ("resource", "ref")[zlib.crc32(name.encode()) % 2])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -148,15 +179,151 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-@pytest.fixture
-def fresh_environ() -> dict[str, str]:
-    """The environment for a Python process that imports this asupervisor."""
+def _fresh_environ() -> dict[str, str]:
     root = str(Path(asupervisor.__file__).parent.parent)
     environ = dict(os.environ)
     environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
     environ["PYTHONUNBUFFERED"] = "1"
     environ.pop("ASUPERVISOR_TEST_TF_MODE", None)
+    environ.pop("PYTEST_CURRENT_TEST", None)
     return environ
+
+
+@pytest.fixture(scope="session")
+def environ() -> dict[str, str]:
+    """Like `fresh_environ`, for fixtures of a wider scope."""
+    return _fresh_environ()
+
+
+@pytest.fixture
+def fresh_environ() -> dict[str, str]:
+    """The environment for a Python process that imports this asupervisor."""
+    return _fresh_environ()
+
+
+class Forked:
+    """A Python program in a process of its own; looks like `subprocess.Popen`.
+
+    Args:
+        control: The socket of `forking.py`.
+        arguments: What to give to the interpreter: a script, ``-c`` or ``-m``, and their arguments.
+        cwd: Its directory.
+        environ: Its environment.
+        stdout: A descriptor, or `subprocess.PIPE`.
+        stderr: A descriptor, or `subprocess.PIPE`.
+    """
+
+    def __init__(
+        self,
+        control: socket.socket,
+        arguments: Sequence[Any],
+        cwd: Any,
+        environ: dict[str, str],
+        stdout: int,
+        stderr: int,
+    ) -> None:
+        self.args = [str(argument) for argument in arguments]
+        self.returncode: int | None = None
+        theirs = [os.open(os.devnull, os.O_RDONLY)]
+        self.stdout, self.stderr = (self._stream(which, theirs) for which in (stdout, stderr))
+        answer, write = os.pipe()
+        self._answer = open(answer)  # noqa: SIM115
+        request = {"arguments": self.args, "cwd": str(cwd), "environ": environ}
+        socket.send_fds(control, [json.dumps(request).encode() + b"\n"], [*theirs, write])
+        for descriptor in (*theirs, write):
+            os.close(descriptor)
+        self.pid = int(self._answer.readline())
+
+    @staticmethod
+    def _stream(which: int, theirs: list[int]) -> Any:
+        if which != subprocess.PIPE:
+            theirs.append(os.dup(which))
+            return None
+        ours, write = os.pipe()
+        theirs.append(write)
+        return open(ours)
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._wait(timeout) is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        assert self.returncode is not None
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._answer], [], [], timeout)[0]:
+            self.returncode = int(self._answer.readline())
+            self._answer.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        texts = {stream: "" for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed}
+        readers = [threading.Thread(target=lambda s=stream: texts.update({s: s.read()})) for stream in texts]
+        for reader in readers:
+            reader.start()
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        finally:
+            for reader in readers:
+                reader.join()
+            for stream in texts:
+                stream.close()
+        return texts.get(self.stdout, ""), texts.get(self.stderr, "")
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Forks:
+    """Runs Python programs as `subprocess` does, in forks of a process that has imported what is heavy."""
+
+    def __init__(self, control: socket.socket, environ: dict[str, str]) -> None:
+        self._control = control
+        self._environ = environ
+
+    def start(
+        self,
+        *arguments: Any,
+        cwd: Any = ".",
+        environ: dict[str, str] | None = None,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+    ) -> Forked:
+        """Start a program; the test waits for its end."""
+        cwd = os.path.abspath(cwd)
+        return Forked(self._control, arguments, cwd, environ or self._environ, stdout, stderr)
+
+    def run(self, *arguments: Any, timeout: float = 110, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end."""
+        process = self.start(*arguments, **options)
+        stdout, stderr = process.communicate(timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """See `Forks`. One such process for the whole run, from the first test on that asks for it."""
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork here")
+    environ = _fresh_environ()
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, str(Path(__file__).with_name("forking.py"))]
+    with theirs:
+        process = subprocess.Popen(command, env=environ, stdin=theirs, stdout=subprocess.DEVNULL)
+    yield Forks(ours, environ)
+    ours.close()
+    process.kill()  # to end by itself would take it seconds
+    process.wait()
 
 
 @pytest.fixture

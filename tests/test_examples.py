@@ -7,7 +7,6 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,18 +31,11 @@ def examples(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture
-def train(examples: Path, python: str, fresh_environ: dict[str, str], tmp_path: Path) -> Callable[..., Any]:
+def train(examples: Path, forks: Any, tmp_path: Path) -> Callable[..., Any]:
     """Run train_digits.py to its end: its result, its output, its error output."""
 
     def run(*arguments: str) -> tuple[dict[str, Any], str, str]:
-        done = subprocess.run(
-            [python, str(examples / "train_digits.py"), "--logdir", str(tmp_path / "run"), *arguments],
-            env=fresh_environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = forks.run(examples / "train_digits.py", "--logdir", tmp_path / "run", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr
 
@@ -51,27 +43,18 @@ def train(examples: Path, python: str, fresh_environ: dict[str, str], tmp_path: 
 
 
 @pytest.fixture
-def start(examples: Path, python: str, fresh_environ: dict[str, str]) -> Iterator[Callable[..., Any]]:
+def start(examples: Path, forks: Any) -> Iterator[Callable[..., Any]]:
     """Start an example with its error output on a terminal: the process, and a function that reads that."""
     import pty
     import termios
 
-    running: list[subprocess.Popen[str]] = []
+    running: list[Any] = []
     ours: list[int] = []
 
-    def begin(script: str, *arguments: str) -> tuple[subprocess.Popen[str], Callable[[str], re.Match[str]]]:
+    def begin(script: str, *arguments: str) -> tuple[Any, Callable[[str], re.Match[str]]]:
         screen, terminal = pty.openpty()
         termios.tcsetwinsize(terminal, (40, 150))
-        process = subprocess.Popen(
-            [python, str(examples / script), *arguments],
-            env=fresh_environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=terminal,
-            text=True,
-            # A terminal's Ctrl-C must reach it even where this suite runs in the background.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+        process = forks.start(examples / script, *arguments, stderr=terminal)
         os.close(terminal)
         running.append(process)
         ours.append(screen)
@@ -151,14 +134,8 @@ def test_train_digits_on_a_local_server(train) -> None:
     assert result["global_step"] == 30
 
 
-def test_train_digits_names_the_masters(examples: Path, python: str, fresh_environ, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [python, str(examples / "train_digits.py"), "--logdir", str(tmp_path), "--master", "nonsense"],
-        env=fresh_environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_train_digits_names_the_masters(examples: Path, forks: Any, tmp_path: Path) -> None:
+    done = forks.run(examples / "train_digits.py", "--logdir", tmp_path, "--master", "nonsense")
     assert done.returncode == 1
     assert "nonsense" in done.stderr
     assert "grpc://host:port" in done.stderr
@@ -226,8 +203,7 @@ def test_fastapi_app(start, tmp_path: Path) -> None:
 def test_f25_the_session_as_a_fixture_of_any_scope(
     examples: Path,
     pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
-    fresh_environ: dict[str, str],
+    forks: Any,
     plugin_arguments: list[str],
     scope: str,
 ) -> None:
@@ -252,6 +228,8 @@ def test_f25_the_session_as_a_fixture_of_any_scope(
         ".ini",
         pytest="[pytest]\nasupervisor_guards = all\nasyncio_default_fixture_loop_scope = function\n",
     )
-    monkeypatch.setenv("PYTHONPATH", fresh_environ["PYTHONPATH"])
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *plugin_arguments)
-    result.assert_outcomes(passed=4 if scope == "function" else 2)
+    # What has been imported cannot be rewritten, and need not be.
+    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *plugin_arguments]
+    done = forks.run("-m", "pytest", *options, cwd=pytester.path)
+    outcomes = pytest.RunResult.parse_summary_nouns(done.stdout.splitlines())
+    assert outcomes == {"passed": 4 if scope == "function" else 2}, done.stdout + done.stderr

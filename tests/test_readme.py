@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,20 +22,20 @@ def blocks(text: str, language: str) -> list[str]:
     return [body for name, body in found if name == language]
 
 
-def test_the_example_runs_and_resumes(readme: str, tmp_path: Path, python: str, fresh_environ: dict[str, str]) -> None:
+def test_the_example_runs_and_resumes(
+    readme: str, tmp_path: Path, forks: Any, python: str, fresh_environ: dict[str, str]
+) -> None:
     example, _ = blocks(readme, "python")
     assert len(example.splitlines()) <= 25
     (tmp_path / "example.py").write_text(example)
     outputs = []
-    for _ in range(2):
-        done = subprocess.run(
-            [python, "example.py"],
-            cwd=tmp_path,
-            env=fresh_environ,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+    for first in (True, False):
+        if first:  # in an interpreter of its own, as users start it
+            done = subprocess.run(
+                [python, "example.py"], cwd=tmp_path, env=fresh_environ, capture_output=True, text=True, timeout=100
+            )
+        else:
+            done = forks.run("example.py", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout.splitlines()[-1])
     found = re.fullmatch(r"step 500 w \[\[([0-9.]+)\]\]", outputs[0])

@@ -28,6 +28,7 @@ import traceback
 import types
 import warnings
 import weakref
+import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -2103,6 +2104,15 @@ def subset(all_cases: Sequence[tuple[str, str]], count: int, seed: int) -> list[
     return (chosen + rest)[:count]
 
 
+def few_of_each(all_cases: Sequence[tuple[str, str]], count: int) -> list[tuple[str, str]]:
+    """All events in a plain coroutine, and a seeded few in each of the other hosts, the same ones each time."""
+    chosen: list[tuple[str, str]] = []
+    for name in dict.fromkeys(host for host, _ in all_cases):
+        of_host = [case for case in all_cases if case[0] == name]
+        chosen += of_host if name == "plain" else subset(of_host, count, zlib.crc32(name.encode()))
+    return chosen
+
+
 def preload(all_cases: Sequence[tuple[str, str]]) -> None:
     """Import once, before the forks, what the chosen hosts need."""
     for name in {module for host_name, _ in all_cases for module in HOSTS[host_name].needs}:
@@ -2118,6 +2128,7 @@ def main(subject_class: Any = BlockSubject) -> int:
     parser.add_argument("--hosts", default="*")
     parser.add_argument("--events", default="*")
     parser.add_argument("--count", type=int, default=0)
+    parser.add_argument("--few", type=int, default=0, help="so many of each host; see `few_of_each`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--verbose", action="store_true")
@@ -2125,6 +2136,8 @@ def main(subject_class: Any = BlockSubject) -> int:
     chosen = cases(subject_class.kind, options.hosts, options.events)
     if options.count:
         chosen = subset(chosen, options.count, options.seed)
+    if options.few:
+        chosen = few_of_each(chosen, options.few)
     preload(chosen)
     gc.collect()
     gc.freeze()

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -53,35 +52,67 @@ SESSION_HOSTS = [
 Program = Callable[..., list[dict[str, Any]]]
 
 
+def run(
+    python: str, environ: dict[str, str], name: str, *options: str, limit_secs: float = 110
+) -> list[dict[str, Any]]:
+    """Run one of the programs beside this file; what it found."""
+    done = subprocess.run(
+        [python, str(HERE / f"{name}.py"), "--verbose", *options],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=limit_secs,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = [line for line in lines if "event" in line]
+    assert lines and lines[-1].get("cases") == len(results) > 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return results
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    assert results
+    wrong = [result for result in results if result["problems"]]
+    assert not wrong, "\n".join(
+        f"{result['host']}, {result['event']}:\n  " + "\n  ".join(result["problems"]) for result in wrong
+    )
+
+
 @pytest.fixture
-def program(python: str, fresh_environ: dict[str, str]) -> Program:
+def program(python: str, environ: dict[str, str]) -> Program:
     """Runs one of the programs beside this file; its cases, all of them well."""
 
-    def run(name: str, *options: str, limit_secs: float = 110) -> list[dict[str, Any]]:
-        done = subprocess.run(
-            [python, str(HERE / f"{name}.py"), "--verbose", *options],
-            env=fresh_environ,
-            capture_output=True,
-            text=True,
-            timeout=limit_secs,
-        )
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        results = [line for line in lines if "event" in line]
-        wrong = [result for result in results if result["problems"]]
-        assert not wrong, "\n".join(
-            f"{result['host']}, {result['event']}:\n  " + "\n  ".join(result["problems"]) for result in wrong
-        )
-        assert lines and lines[-1].get("cases") == len(results) > 0, done.stdout[-2000:] + done.stderr[-2000:]
+    def run_and_check(name: str, *options: str, limit_secs: float = 110) -> list[dict[str, Any]]:
+        results = run(python, environ, name, *options, limit_secs=limit_secs)
+        check(results)
         return results
 
-    return run
+    return run_and_check
 
 
+def wanted(request: pytest.FixtureRequest, test: Callable[..., Any], parameter: str) -> str:
+    """For which parameters a test of this module is to run: one program runs all of them, side by side."""
+    items = [item for item in request.session.items if getattr(item, "function", None) is test]
+    return ",".join(item.callspec.params[parameter] for item in items)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def results_of_hosts(request: pytest.FixtureRequest, environ: dict[str, str]) -> list[dict[str, Any]]:
+    hosts = wanted(request, test_f25_every_host, "host")
+    options = ["--hosts", hosts, "--few", "10", "--at-once", "8"]
+    return run(sys.executable, environ, "lifecycle_matrix", *options, limit_secs=280)
+
+
+@pytest.fixture(scope="module")
+def results_of_scenarios(request: pytest.FixtureRequest, environ: dict[str, str]) -> list[dict[str, Any]]:
+    events = wanted(request, test_scenario, "name")
+    return run(sys.executable, environ, "lifecycle_scenarios", "--events", events)
+
+
+@pytest.mark.timeout(300)  # the first one waits for all
 @pytest.mark.parametrize("host", HOSTS)
-def test_f25_every_host(program: Program, host: str) -> None:
+def test_f25_every_host(results_of_hosts: list[dict[str, Any]], host: str) -> None:
     """All events in a plain coroutine, and a seeded few in each of the other hosts."""
-    count = [] if host == "plain" else ["--count", "14", "--seed", str(zlib.crc32(host.encode()))]
-    program("lifecycle_matrix", "--hosts", host, *count)
+    check([result for result in results_of_hosts if result["host"] == host])
 
 
 @pytest.mark.full
@@ -91,10 +122,11 @@ def test_f25_every_event_in_every_host(program: Program, host: str) -> None:
     program("lifecycle_matrix", "--hosts", host, limit_secs=1400)
 
 
+@pytest.mark.timeout(300)
 def test_f25_managed_session_in_hosts(program: Program) -> None:
     """A seeded few of the cases on real TensorFlow sessions."""
     hosts = ",".join(SESSION_HOSTS)
-    results = program("lifecycle_supervisor", "--hosts", hosts, "--count", "70", "--seed", "3")
+    results = program("lifecycle_supervisor", "--hosts", hosts, "--count", "45", "--seed", "3", limit_secs=280)
     assert {result["host"] for result in results} == set(SESSION_HOSTS)
 
 
@@ -106,8 +138,8 @@ def test_f25_managed_session_in_every_host(program: Program, host: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))
-def test_scenario(program: Program, name: str) -> None:
-    program("lifecycle_scenarios", "--events", name)
+def test_scenario(results_of_scenarios: list[dict[str, Any]], name: str) -> None:
+    check([result for result in results_of_scenarios if result["event"] == name])
 
 
 def test_the_matrix_covers_what_it_should() -> None:

@@ -1176,24 +1176,14 @@ asyncio.run(main())
 """
 
 
-async def test_f22_an_absent_peer_holds_neither_the_caller_nor_the_process(python, fresh_environ, tmp_path):
+async def test_f22_an_absent_peer_holds_neither_the_caller_nor_the_process(forks):
     # TensorFlow's own blocks for ever in the first run, and again in close().
-    script = tmp_path / "absent.py"
-    script.write_text(ABSENT_PEER)
     with socket.socket() as nobody:  # bound and not listening: connections are refused for as long as we hold it
         nobody.bind(("127.0.0.1", 0))
         master = f"grpc://127.0.0.1:{nobody.getsockname()[1]}"
-        process = await asyncio.create_subprocess_exec(
-            python, str(script), master, stdout=asyncio.subprocess.PIPE, env=fresh_environ
-        )
-        try:
-            async with asyncio.timeout(90):
-                output, _ = await process.communicate()
-        except TimeoutError:
-            process.kill()
-            raise
-    assert process.returncode == 0
-    lines = output.decode().splitlines()
+        done = await asyncio.to_thread(forks.run, "-c", ABSENT_PEER, master, timeout=90)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert lines[0].startswith("deadline Session was not ready after waiting 0.5 secs. Not ready: an answer of master")
     assert master in lines[0]
     assert lines[1] == "cancelled"

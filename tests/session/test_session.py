@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import subprocess
 import threading
 import time
 import weakref
@@ -329,17 +328,10 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", ["close", "leave"])
-def test_f16_ctrl_c_in_a_blocked_run_ends_the_process(python: str, fresh_environ: dict[str, str], how: str) -> None:
+def test_f16_ctrl_c_in_a_blocked_run_ends_the_process(forks: Any, how: str) -> None:
     """TensorFlow's `Session.run` in a coroutine ignores Ctrl-C; in a worker thread `asyncio.run` hangs at its end."""
-    process = subprocess.Popen(
-        [python, "-c", PROGRAM_F16, how],
-        env=fresh_environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = forks.start("-c", PROGRAM_F16, how)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
@@ -875,13 +867,6 @@ asyncio.run(in_parent())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_in_the_child_of_a_fork_the_session_is_closed(python: str, fresh_environ: dict[str, str]) -> None:
-    done = subprocess.run(
-        [python, "-W", "ignore", "-c", PROGRAM_FORK],
-        env=fresh_environ,
-        timeout=90,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+def test_in_the_child_of_a_fork_the_session_is_closed(forks: Any) -> None:
+    done = forks.run("-c", PROGRAM_FORK)
     assert done.returncode == 0, done.stderr

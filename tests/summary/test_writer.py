@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -593,9 +591,7 @@ async def test_run_metadata_and_whole_events(tmp_path: Path, read_events: Any, k
     assert events[3].session_log.msg == "hello"
 
 
-def test_a_killed_process_leaves_whole_records(
-    tmp_path: Path, fresh_environ: dict[str, str], event_files: Any, read_events: Any
-) -> None:
+def test_a_killed_process_leaves_whole_records(tmp_path: Path, forks: Any, event_files: Any, read_events: Any) -> None:
     script = """
 import asyncio, os, signal, sys
 import tensorflow as tf
@@ -612,7 +608,7 @@ async def main():
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=fresh_environ, timeout=100)
+    done = forks.run("-c", script, tmp_path)
     assert done.returncode == -9
     (file,) = event_files(tmp_path)
     assert [event.step for event in read_events(file)][1:] == list(range(501))

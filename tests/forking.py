@@ -1,0 +1,127 @@
+"""A process that has imported what is heavy and forks for each program that a test runs: that saves seconds each time.
+
+Started by the fixture `forked` of conftest.py, with a socket as its standard input; it ends when that is closed. A
+request is a line of JSON (arguments of the interpreter, directory, environment) with four descriptors: the program's
+streams, and where to write the number of its process and, at its end, its status. What a program sees is what the
+interpreter would give it: its own main module, arguments, streams, signal handlers, and the real exit of an
+interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from types import ModuleType
+from typing import Any
+
+HEAVY = (
+    "tensorflow",
+    "asupervisor.supervisor",
+    "asupervisor.monitored",
+    "asupervisor.summary.journal",
+    "asupervisor.testing.plugin",
+    "sklearn.datasets",
+    "tqdm",
+    "fastapi",
+    "uvicorn",
+    "pytest",
+    "pytest_asyncio",
+)
+
+
+def main() -> list[str] | None:
+    """Serve until the other side is closed; in a program, return what it is to run."""
+    control = socket.socket(fileno=os.dup(0))
+    for name in HEAVY:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    while True:
+        request, descriptors = receive(control)
+        if not request:
+            return None
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            control.close()
+            return keep(descriptors, json.loads(request))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    data, descriptors, _, _ = socket.recv_fds(control, 65536, 4)
+    while data and not data.endswith(b"\n"):
+        data += control.recv(65536)
+    return data, descriptors
+
+
+def keep(descriptors: list[int], request: dict[str, Any]) -> list[str]:
+    """Fork the program, tell its number, and its status when it has ended. Returns in the program only."""
+    *streams, answer = descriptors
+    pid = os.fork()
+    if pid == 0:
+        os.close(answer)
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        return become(request)
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # as long as the control is open here, the other end sees no end
+        for descriptor in streams:
+            os.close(descriptor)
+        os.write(answer, f"{pid}\n".encode())
+        _, status = os.waitpid(pid, 0)
+        os.write(answer, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def become(request: dict[str, Any]) -> list[str]:
+    """Make this process look as if the interpreter had just been started."""
+    # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw = open(number, "wb", 0, closefd=False)  # noqa: SIM115 (lives as long as the process)
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    arguments: list[str] = request["arguments"]
+    return arguments
+
+
+def run(arguments: list[str]) -> None:
+    """What ``python`` does with these arguments: a script, ``-c`` or ``-m``."""
+    kind, *rest = arguments
+    if kind == "-c":
+        code, *sys.argv[1:] = rest
+        sys.argv[0] = "-c"
+        sys.path.insert(0, "")
+        module = ModuleType("__main__")
+        sys.modules["__main__"] = module
+        exec(compile(code, "<string>", "exec"), module.__dict__)
+    elif kind == "-m":
+        name, *sys.argv[1:] = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = arguments
+        sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this file's directory
+    program = main()
+    if program is not None:
+        run(program)  # what it raises is the interpreter's business
