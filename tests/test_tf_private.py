@@ -330,3 +330,17 @@ def test_a_nonfinite_error_is_what_tensorflows_hook_raises() -> None:
     assert isinstance(error, tf.compat.v1.train.NanLossDuringTrainingError)
     assert "'loss' has 2 NaN or infinite values at about step 7" in str(error)
     assert (error.tensor, error.count, error.step) == ("loss", 2, 7)
+
+
+def test_the_token_queue_of_synchronous_replicas(graph: tf.Graph) -> None:
+    with graph.as_default():
+        weight = tf.compat.v1.get_variable("w", [])
+        step = tf.compat.v1.train.get_or_create_global_step()
+        optimizer = tf.compat.v1.train.SyncReplicasOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(0.1), replicas_to_aggregate=2
+        )
+        optimizer.minimize(weight * weight, global_step=step)
+        queue = _tf.sync_token_queue_of(optimizer)
+        assert queue.name.endswith("sync_token_q")
+        assert queue.size().dtype == tf.int32
+    assert _tf.sync_token_queue_of(object()) is None  # then a chief that comes back hands out tokens once more
