@@ -15,10 +15,15 @@ TensorFlow is not imported here.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from asupervisor.testing import guards
 from asupervisor.testing.clock import ManualClock
+
+if TYPE_CHECKING:
+    from asupervisor.cluster.launcher import Launcher
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,3 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def manual_clock() -> ManualClock:
     """A clock that moves only when the test says so."""
     return ManualClock()
+
+
+@pytest.fixture
+def cluster_launcher() -> type[Launcher]:
+    """Starts a program as a cluster of real processes on this machine, which is gone at the end of the block.
+
+    ::
+
+        async with cluster_launcher(["train.py", "--steps", "100"], ps=1, workers=2) as launcher:
+            os.kill(launcher.tasks["worker/0"].pid, signal.SIGKILL)
+            assert await launcher.wait() == 0
+    """
+    from asupervisor.cluster.launcher import Launcher
+
+    return Launcher
