@@ -4,7 +4,7 @@
 0       the task has done its part
 1       an error of its own: starting it again would not help
 2       the configuration cannot work
-138     a peer was lost for longer than allowed, or the port was not free yet: start it again
+138     a peer was lost, or did not come, for longer than allowed; or the port is not free yet: start it again
 130     ended by SIGINT
 143     ended by SIGTERM
 ======  ==========================================================================================================
@@ -30,6 +30,7 @@ from asupervisor.errors import (
     PeersUnreachable,
     PortInUse,
     RecoveryExhausted,
+    SessionNotReady,
     StopRequested,
 )
 from asupervisor.runtime import signals
@@ -52,7 +53,8 @@ def exit_code(error: BaseException | None) -> int:
     if isinstance(error, ClusterConfigError):
         return EXIT_CONFIG
     last = error.last if isinstance(error, RecoveryExhausted) else error
-    return EXIT_LOST if is_loss(last) or isinstance(last, PeersUnreachable | PortInUse) else 1
+    again = (PeersUnreachable, PortInUse, SessionNotReady)
+    return EXIT_LOST if is_loss(last) or isinstance(last, again) else 1
 
 
 def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:

@@ -47,8 +47,8 @@ def test_exit_codes(error: BaseException | None, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_our_own_deadline_is_no_loss() -> None:
-    assert exit_code(_tf.SessionNotReady(["w"], 3.0)) == 1
+def test_a_model_that_did_not_become_ready_is_worth_another_start() -> None:
+    assert exit_code(_tf.SessionNotReady(["w"], 3.0)) == EXIT_LOST
 
 
 @pytest.mark.parametrize(
