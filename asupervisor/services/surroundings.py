@@ -62,6 +62,7 @@ class Surroundings:
         self._handle_signals = handle_signals
         self._writer_is_ours = False  # until the directory is: a second chief must not leave an event file there
         self._journal: asyncio.Task[None] | None = None
+        self._journal_file: Journal | None = None
 
     async def open(self, run_id: str | None = None) -> None:
         """Take everything; cancelling it leaves nothing behind but what `close` gives back.
@@ -79,7 +80,7 @@ class Surroundings:
         if self._logdir is not None:
             await self._take_logdir(self._logdir, run_id)
             if self._wants_journal:
-                journal = Journal(self._logdir, self.hub.subscribe(), emit=self.emit)
+                self._journal_file = journal = Journal(self._logdir, self.hub.subscribe(), emit=self.emit)
                 self._journal = asyncio.get_running_loop().create_task(journal.run(), name=f"{self._name}-journal")
         if self.writer is not None:
             self.writer.open()
@@ -154,9 +155,14 @@ class Surroundings:
         if self.writer is not None:
             self.writer.close_soon()
         self.hub.close()
+        if self._journal_file is not None and self._loop_is_closed():
+            self._journal_file.close_now()
         if self.lock is not None:
             self.lock.release()
         signals.unsubscribe(self._on_signal)
+
+    def _loop_is_closed(self) -> bool:
+        return self._journal is not None and self._journal.get_loop().is_closed()
 
     def stragglers(self) -> list[tuple[str, str]]:
         """Threads of ours that are still busy, and where."""

@@ -11,13 +11,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
+import io
 import json
 import math
 import os
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiofiles
 import aiofiles.os
@@ -74,6 +78,13 @@ class Journal:
         # Not the loop's default executor: a thread that hangs in a dead file system must not keep the process.
         self._threads = SideThreads(self.name)
         self._executor = _SideExecutor(self._threads)
+        # Whoever drops a loop with everything on it leaves a file to the garbage collector that only `run` would close.
+        self._finalizer = weakref.finalize(self, self._executor.close_now)
+        self._finalizer.atexit = False
+
+    def close_now(self) -> None:
+        """End without the loop, which may be closed: close the file; any thread, waits for nothing."""
+        self._executor.close_now()
 
     async def run(self) -> None:
         """Write until the events end; then everything that is left.
@@ -81,6 +92,7 @@ class Journal:
         Cancelled, it still writes what has happened so far, for at most a second. It raises nothing else.
         """
         writer: asyncio.Task[None] | None = None
+        dropped = False
         try:
             async for event in self._events:
                 self._add(event)
@@ -94,24 +106,32 @@ class Journal:
             with anyio.move_on_after(_LAST_WORDS_SECS, shield=True):
                 await self._last_words(writer)
             raise
+        except GeneratorExit:  # dropped, together with its loop: there is nothing to await any more
+            dropped = True
+            self.close_now()
+            raise
         finally:
-            if writer is not None and not writer.done():
-                # Stuck in a thread. Released, it closes its file, for which it still needs the other threads.
-                writer.cancel()
-                with anyio.CancelScope(shield=True):
-                    await asyncio.wait([writer], timeout=_LAST_WORDS_SECS)
-            if self._lines:
-                self.lost_lines += len(self._lines)
-                self._emit(
-                    "journal.lost",
-                    f"{self.path}: {len(self._lines)} lines could not be written: {self.last_error}",
-                    level="error",
-                    path=str(self.path),
-                    lost=len(self._lines),
-                )
-                self._lines.clear()
+            if not dropped:
+                await self._end(writer)
+
+    async def _end(self, writer: asyncio.Task[None] | None) -> None:
+        if writer is not None and not writer.done():
+            # Stuck in a thread. Released, it closes its file, for which it still needs the other threads.
+            writer.cancel()
             with anyio.CancelScope(shield=True):
-                await self._threads.aclose(_LAST_WORDS_SECS)
+                await asyncio.wait([writer], timeout=_LAST_WORDS_SECS)
+        if self._lines:
+            self.lost_lines += len(self._lines)
+            self._emit(
+                "journal.lost",
+                f"{self.path}: {len(self._lines)} lines could not be written: {self.last_error}",
+                level="error",
+                path=str(self.path),
+                lost=len(self._lines),
+            )
+            self._lines.clear()
+        with anyio.CancelScope(shield=True):
+            await self._threads.aclose(_LAST_WORDS_SECS)
 
     async def _last_words(self, writer: asyncio.Task[None] | None) -> None:
         while True:
@@ -181,7 +201,7 @@ class Journal:
         # Opened for each batch: a file that somebody removes is made anew, and no descriptor stays open.
         for attempt in range(2):
             try:
-                async with aiofiles.open(self.path, "ab", executor=self._executor) as file:
+                async with _Opened(self.path, "ab", self._executor) as file:
                     await file.write(data)
                 break
             except FileNotFoundError:
@@ -193,7 +213,7 @@ class Journal:
     async def _mend(self) -> None:
         """Make the file end with a complete line: cut a torn one off."""
         try:
-            async with aiofiles.open(self.path, "r+b", executor=self._executor) as file:
+            async with _Opened(self.path, "r+b", self._executor) as file:
                 torn_bytes = await _cut_torn_line(file)
         except FileNotFoundError:
             return
@@ -205,6 +225,24 @@ class Journal:
             path=str(self.path),
             torn_bytes=torn_bytes,
         )
+
+
+class _Opened:
+    """A file, open within a block; one that is dropped together with its loop is closed by the executor.
+
+    The block of aiofiles' own closes it in the loop's default executor.
+    """
+
+    def __init__(self, path: Path, mode: Literal["ab", "r+b"], executor: _SideExecutor) -> None:
+        self._opening = aiofiles.open(path, mode, executor=executor)
+
+    async def __aenter__(self) -> Any:
+        self._file: Any = await self._opening.__aenter__()
+        return self._file
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, *more: object) -> None:
+        if exc_type is not GeneratorExit:
+            await self._file.close()
 
 
 async def _cut_torn_line(file: Any) -> int:
@@ -234,6 +272,26 @@ class _SideExecutor(concurrent.futures.Executor):
 
     def __init__(self, threads: SideThreads) -> None:
         self._threads = threads
+        self._guard = threading.Lock()
+        self._files: list[io.IOBase] = []
+        self._closed = False
+
+    def close_now(self) -> None:
+        """Close what is open, and what is being opened, on a side thread: a disk may hold it up; any thread."""
+        with self._guard:
+            self._closed = True
+            files, self._files = self._files, []
+        if any(not file.closed for file in files):
+            with contextlib.suppress(RuntimeError):  # `run` has closed the threads: it is at the end of its grace
+                self._threads.submit(lambda: _close_all(files), "close")
+        self._threads.shutdown()
+
+    def _opened(self, file: io.IOBase) -> None:
+        with self._guard:
+            self._files = [file, *(other for other in self._files if not other.closed)]
+            if not self._closed:
+                return
+        _close_all([file])
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -245,10 +303,18 @@ class _SideExecutor(concurrent.futures.Executor):
                 except BaseException as error:
                     future.set_exception(error)
                 else:
+                    if isinstance(result, io.IOBase):
+                        self._opened(result)
                     future.set_result(result)
 
         self._threads.submit(work, "file")
         return future
+
+
+def _close_all(files: Iterable[io.IOBase]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 def line_of(event: Event) -> bytes:

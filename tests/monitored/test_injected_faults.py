@@ -493,8 +493,8 @@ class Log(logging.Handler):
 
 
 def _borrowed(thread: threading.Thread) -> bool:
-    """TensorFlow's own, in which Python functions have run; the loop's own, which aiofiles uses."""
-    return isinstance(thread, threading._DummyThread) or thread.name.startswith("asyncio_")
+    """TensorFlow's own, in which Python functions have run."""
+    return isinstance(thread, threading._DummyThread)
 
 
 async def settled(before: set[threading.Thread]) -> None:

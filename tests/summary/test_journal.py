@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import os
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,6 +46,7 @@ async def test_one_line_per_event_across_runs(tmp_path: Path) -> None:
         hub.close()
         await task
         assert (journal.written_lines, journal.lost_lines) == (500, 0)
+    assert asyncio.get_running_loop()._default_executor is None, "its threads would keep the process"  # type: ignore[attr-defined]
     written = lines(tmp_path / "new")
     assert [(line["source"], line["data"]["number"]) for line in written] == [
         (f"run{run}", number) for run in range(2) for number in range(500)
@@ -231,6 +235,60 @@ async def test_a_stuck_disk_stalls_nothing_and_a_cancel_is_bounded(tmp_path: Pat
     (lost,) = recorder.of("journal.lost")
     assert lost.data["lost"] >= 3
     disk.gate.set()
+
+
+@pytest.mark.parametrize("how", ["told", "dropped"])
+@pytest.mark.parametrize("when", ["opening", "open"])
+def test_a_loop_that_is_torn_down_leaves_no_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, when: str
+) -> None:
+    """Nobody awaits the file any more: the journal closes it, not the garbage collector, which warns."""
+    opened, go_on = threading.Event(), threading.Event()
+    files: list[Any] = []
+
+    def slow_open(*args: Any, **kwargs: Any) -> Any:
+        files.append(open(*args, **kwargs))  # noqa: SIM115
+        opened.set()
+        assert go_on.wait(10)
+        return files[-1]
+
+    monkeypatch.setattr("aiofiles.threadpool.sync_open", slow_open)
+    warned: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", warned.append)
+    loop = asyncio.new_event_loop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+
+        async def begin(hub: EventHub) -> Journal:
+            journal, _ = await journal_of(hub, tmp_path)
+            hub.emit("a", "first")
+            return journal
+
+        journal = loop.run_until_complete(begin(EventHub("sv")))
+        loop.run_until_complete(loop.run_in_executor(None, opened.wait, 10))
+        if when == "open":
+            go_on.set()
+            while not journal._executor._files:
+                time.sleep(0.001)
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+        threads = journal._threads
+        if how == "told":
+            journal.close_now()
+        for task in asyncio.all_tasks(loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        del task, journal
+        gc.collect()
+        go_on.set()
+        deadline = time.monotonic() + 10
+        while (threads._workers or not files[0].closed) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.001)
+        closed = files[0].closed
+        files.clear()
+        gc.collect()
+    assert closed
+    assert warned == []
 
 
 async def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:
