@@ -10,6 +10,7 @@ interpreter.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -42,6 +43,8 @@ def main() -> list[str] | None:
     for name in HEAVY:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what a program collects is its own
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     while True:
         request, descriptors = receive(control)

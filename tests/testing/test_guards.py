@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -15,14 +16,8 @@ import pytest
 
 
 @pytest.fixture
-def outcome(
-    pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
-    fresh_environ: dict[str, str],
-    plugin_arguments: list[str],
-):
+def outcome(pytester: pytest.Pytester, forks: Any, plugin_arguments: list[str]):
     """Run a test file in a process of its own under all guards, and return its outcomes and its output."""
-    monkeypatch.setenv("PYTHONPATH", fresh_environ["PYTHONPATH"])
 
     def run(source: str, kinds: str = "all", **expected: int) -> str:
         pytester.makefile(
@@ -31,9 +26,12 @@ def outcome(
             f"asupervisor_guards = {kinds}\nmarkers =\n  allow_nothing: unused\nfilterwarnings = error\n",
         )
         pytester.makepyfile(test_it=HEAD + textwrap.dedent(source))
-        result = pytester.runpytest_subprocess("--strict-markers", "-p", "no:cacheprovider", *plugin_arguments)
-        result.assert_outcomes(**expected)
-        return str(result.stdout)
+        # What has been imported cannot be rewritten, and need not be.
+        options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *plugin_arguments]
+        done = forks.run("-m", "pytest", "--strict-markers", *options, cwd=pytester.path)
+        text: str = done.stdout
+        assert pytest.RunResult.parse_summary_nouns(text.splitlines()) == expected, text + done.stderr
+        return text
 
     return run
 
