@@ -81,6 +81,12 @@ class EventHub:
         self._backlog = backlog
         self._lock = threading.Lock()
         self._subscribers: list[_Subscriber] = []
+        self._ended = False
+
+    def open(self) -> None:
+        """A session begins: who subscribes from now on gets its events; any thread."""
+        with self._lock:
+            self._ended = False
 
     def emit(self, kind: str, message: str, *, level: Level = "info", **data: Any) -> None:
         """Record one event; see `EventSink`."""
@@ -91,11 +97,18 @@ class EventHub:
         for subscriber in subscribers:
             subscriber.put(event)
 
-    def subscribe(self) -> AsyncIterator[Event]:
-        """An iterator over the events from now on; it ends with `close` and belongs to the running loop."""
+    def subscribe(self, *, wait: bool = True) -> AsyncIterator[Event]:
+        """An iterator over the events from now on; it ends with `close` and belongs to the running loop.
+
+        Args:
+            wait: Whether to wait for the next `open` where `close` was called last. Otherwise it has ended.
+        """
         subscriber = _Subscriber(asyncio.get_running_loop(), self._backlog, self._discard)
         with self._lock:
-            self._subscribers.append(subscriber)
+            if wait or not self._ended:
+                self._subscribers.append(subscriber)
+                return subscriber
+        subscriber.end()
         return subscriber
 
     def _discard(self, subscriber: _Subscriber) -> None:
@@ -106,6 +119,7 @@ class EventHub:
     def close(self) -> None:
         """End every subscriber's iteration after the events that it has not yet taken; any thread."""
         with self._lock:
+            self._ended = True
             subscribers, self._subscribers = self._subscribers, []
         for subscriber in subscribers:
             subscriber.end()
@@ -139,6 +153,7 @@ class _Subscriber(AsyncIterator[Event]):
     async def __anext__(self) -> Event:
         while not self._events:
             if self._ended:
+                await asyncio.sleep(0)  # whoever asks again and again keeps nobody else from his turn
                 raise StopAsyncIteration
             self._wake.clear()
             if not self._events and not self._ended:

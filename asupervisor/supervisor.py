@@ -490,6 +490,7 @@ class Supervisor:
                 raise SessionActive(self.name)
             self._host.abandon()  # its loop was closed under it: give back what it holds
         self._closes_writer = close_summary_writer
+        self._hub.open()
         self._around = around = Surroundings(
             self.name,
             self._coord,
@@ -792,12 +793,18 @@ class Supervisor:
             return Status(self.name, "idle", self._is_chief, self._settings.logdir)
         return run.status(host)
 
-    def events(self) -> AsyncIterator[Event]:
+    def events(self, *, wait: bool = False) -> AsyncIterator[Event]:
         """An iterator over the events from now on, which ends with the session; on the event loop.
 
+        Before the first session it waits for that. Once a session has ended, and until the next one begins, there is
+        nothing to wait for: it ends at once.
+
         A reader that does not keep up loses the oldest events and is told how many.
+
+        Args:
+            wait: Whether to wait for the next session all the same, for a supervisor that is used again.
         """
-        return self._hub.subscribe()
+        return self._hub.subscribe(wait=wait)
 
     # The original's deprecated names.
     PrepareSession = prepare_or_wait_for_session

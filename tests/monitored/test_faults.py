@@ -625,3 +625,15 @@ async def test_f23_allowed_it_begins_anew_and_says_so(
     assert seen == [1, 2, 1, 2]
     assert "recovery 1 in 0.00 s" in caplog.text
     assert any(record.levelname == "WARNING" and "recovered" in record.getMessage() for record in caplog.records)
+
+
+async def test_events_of_what_has_ended_end_at_once(counter: Make) -> None:
+    made = counter()
+    sess = MonitoredTrainingSession(graph=made.graph)
+    before = sess.events()
+    async with sess:
+        within = sess.events()
+    for events in (before, within):
+        assert [event.kind async for event in events][-1] == "session.ended"
+    async with asyncio.timeout(20):
+        assert [event async for event in sess.events()] == []

@@ -484,6 +484,29 @@ async def _collected(sv: Supervisor) -> list[Any]:
     return [event async for event in events]
 
 
+async def test_events_of_what_has_ended_end_at_once(counter: Callable[..., Any], tmp_path: Path) -> None:
+    made = counter()
+    sv = Supervisor(graph=made.graph, logdir=str(tmp_path))
+    before = sv.events()
+    async with sv.managed_session():
+        within = sv.events()
+    assert [event.kind async for event in before][-1] == "session.ended"
+    assert [event.kind async for event in within][-1] == "session.ended"
+    async with asyncio.timeout(20):
+        assert [event async for event in sv.events()] == []
+    # Used again, it has events again: for who is there in time, or has waited.
+    waiting = sv.events(wait=True)
+    async with sv.managed_session():
+        within = sv.events()
+    kinds = [event.kind async for event in waiting]
+    assert "session.restored" in kinds and kinds[-1] == "session.ended"
+    assert [event.kind async for event in within][-1] == "session.ended"
+    with pytest.raises(ValueError, match="in the body"):
+        async with sv.managed_session():
+            raise ValueError("in the body")
+    assert [event async for event in sv.events()] == []
+
+
 async def test_the_journal_tells_the_whole_story(counter: Callable[..., Any], tmp_path: Path) -> None:
     made = counter()
     sv = Supervisor(graph=made.graph, logdir=str(tmp_path))
