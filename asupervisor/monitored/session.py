@@ -579,8 +579,11 @@ class MonitoredSession:
         return self._outcome
 
     def events(self) -> AsyncIterator[Event]:
-        """An iterator over the events from now on, which ends with the session; on the event loop."""
-        return self._hub.subscribe()
+        """An iterator over the events from now on, which ends with the session; on the event loop.
+
+        Before the start it waits for that; after the end it ends at once.
+        """
+        return self._hub.subscribe(wait=False)
 
 
 class SingularMonitoredSession(MonitoredSession):
