@@ -130,6 +130,7 @@ class Child:
         self._output = output
         self.pid = pid
         self.secs = 0.0
+        self._ended = False
 
     @property
     def output(self) -> str:
@@ -157,8 +158,15 @@ class Child:
         if not ready:
             os.kill(self.pid, signal.SIGKILL)
         status = int(self._zygote.stdout.readline())
+        self._ended = True
         assert ready, f"it did not end within {timeout_secs:g} s:\n{self.output}"
         return status
+
+    def end(self) -> None:
+        """Whatever became of the test: it is not left behind, and the zygote is free for the next one."""
+        if not self._ended:
+            with contextlib.suppress(AssertionError):
+                self.wait(0.0)
 
 
 @pytest.fixture(scope="session")
@@ -180,12 +188,22 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pope
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield process
-    process.communicate("")
+    assert process.stdin is not None
+    # Not `communicate`: a child of a child may hold the other end of its output, for as long as it likes.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
 
 
 @pytest.fixture
-def child(zygote: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Child]:
+def child(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Callable[..., Child]]:
     """Starts a program of `programs.py`; one at a time, and the test waits for it."""
+    started: list[Child] = []
 
     def start(program: str, **arguments: Any) -> Child:
         assert zygote.stdin is not None
@@ -194,6 +212,9 @@ def child(zygote: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Child]
         request = {"program": program, "output": str(output), "arguments": arguments}
         zygote.stdin.write(json.dumps(request) + "\n")
         zygote.stdin.flush()
-        return Child(zygote, int(zygote.stdout.readline()), output)
+        started.append(Child(zygote, int(zygote.stdout.readline()), output))
+        return started[-1]
 
-    return start
+    yield start
+    for each in started:
+        each.end()
