@@ -26,6 +26,9 @@ LOCK_NAME = ".asupervisor.lock"
 HOLDER_NAME = ".asupervisor.holder"
 _POLL_SECS = 0.05
 
+WAIT_SECS = 5.0
+"""How long to wait for another holder, unless told otherwise, in seconds."""
+
 
 class LogdirLock:
     """The right to write into a log directory; blocking, any thread.
@@ -33,7 +36,7 @@ class LogdirLock:
     Args:
         logdir: The directory; it is created where it does not exist.
         run_id: Who we are, for the one who comes second; random by default.
-        timeout_secs: How long to wait for another holder, in seconds.
+        timeout_secs: How long to wait for another holder, in seconds; None for `WAIT_SECS`.
         emit: Where events go.
     """
 
@@ -41,13 +44,13 @@ class LogdirLock:
         self,
         logdir: str | os.PathLike[str],
         run_id: str | None = None,
-        timeout_secs: float = 5.0,
+        timeout_secs: float | None = None,
         *,
         emit: EventSink = log_only,
     ) -> None:
         self.logdir = Path(logdir).absolute()
         self.run_id = run_id or secrets.token_hex(8)
-        self.timeout_secs = timeout_secs
+        self.timeout_secs = WAIT_SECS if timeout_secs is None else timeout_secs
         self._emit = emit
         self._lock: filelock.BaseFileLock | None = None
         self._file: os.stat_result | None = None

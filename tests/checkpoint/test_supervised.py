@@ -6,9 +6,7 @@ import asyncio
 import itertools
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from asupervisor import (
     Supervisor,
     train_loop,
 )
+from asupervisor.checkpoint import lock
 from asupervisor.recovery import NO_PAUSE
 
 tf1 = tf.compat.v1
@@ -445,6 +444,8 @@ CHILD = """
 import asyncio, sys
 import numpy as np, tensorflow as tf
 from asupervisor import LogdirInUse, Supervisor
+from asupervisor.checkpoint import lock
+lock.WAIT_SECS = float(sys.argv[2])
 tf1 = tf.compat.v1
 graph = tf.Graph()
 with graph.as_default():
@@ -456,6 +457,8 @@ async def main():
     sv = Supervisor(graph=graph, logdir=sys.argv[1], handle_signals=True, stop_grace_secs=20)
     async with sv.managed_session() as sess:
         print("begun", int(np.ravel(await sess.run(step))[0]), flush=True)
+        await sess.run(train)
+        print("trained", int(np.ravel(await sess.run(step))[0]), flush=True)
         while not sv.should_stop():
             await sess.run(train)
             await asyncio.sleep(0)
@@ -469,52 +472,48 @@ except LogdirInUse as error:
 
 
 @pytest.fixture
-async def start(logdir: Path, fresh_environ: dict[str, str]) -> AsyncIterator[Callable[[], Any]]:
+def start(logdir: Path, forks: Any) -> Iterator[Callable[[float], Any]]:
     """Starts processes that train in the directory until they are told to stop."""
-    children: list[asyncio.subprocess.Process] = []
+    children: list[Any] = []
 
-    async def start_child() -> asyncio.subprocess.Process:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CHILD, str(logdir), env=fresh_environ, stdout=subprocess.PIPE
-        )
-        children.append(child)
-        return child
+    def start_child(wait_secs: float) -> Any:
+        children.append(forks.start("-c", CHILD, logdir, wait_secs))
+        return children[-1]
 
     yield start_child
     for child in children:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
+        child.kill()
+        child.communicate()
 
 
-async def said(child: asyncio.subprocess.Process) -> tuple[str, int]:
-    assert child.stdout is not None
+async def said(child: Any) -> tuple[str, int]:
     async with asyncio.timeout(90):
-        words = (await child.stdout.readline()).decode().split()
+        words = (await asyncio.to_thread(child.stdout.readline)).split()
     return " ".join(words[:-1]), int(words[-1])
 
 
-@pytest.mark.timeout(240)
-async def test_f26_two_chiefs(start: Any, logdir: Path) -> None:
+async def test_f26_two_chiefs(start: Any, logdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F26. Two real processes on one directory: the second one is refused; after a SIGKILL the next one takes over."""
-    first = await start()
+    monkeypatch.setattr(lock, "WAIT_SECS", 0.2)  # for whoever is to be refused: nobody comes in time
+    first = start(30)
     assert await said(first) == ("begun", 0)
-    second = await start()
+    assert await said(first) == ("trained", 1)
+    second = start(0.2)
     assert await said(second) == ("in use", first.pid)
     with pytest.raises(LogdirInUse):
         await Job(logdir).go(1)
     first.send_signal(signal.SIGTERM)
     word, done = await said(first)
     assert word == "ended" and done > 0
-    await first.wait()
-    third = await start()
+    await asyncio.to_thread(first.wait)
+    third = start(30)
     assert await said(third) == ("begun", done)
     third.kill()
-    await third.wait()
-    fourth = await start()
+    await asyncio.to_thread(third.wait)
+    fourth = start(30)
     word, begun = await said(fourth)
     assert word == "begun" and begun >= done
-    newest = max(steps_in(logdir))
+    assert await said(fourth) == ("trained", begun + 1)
     fourth.send_signal(signal.SIGINT)  # F06: what asyncio makes of it is a cancellation, and that saves
-    await fourth.wait()
-    assert await Job(logdir).go(0) > newest
+    await asyncio.to_thread(fourth.wait)
+    assert await Job(logdir).go(0) > begun
