@@ -347,7 +347,9 @@ class SupervisedRun:
     def last_step(self) -> int | None:
         """The global step as last seen, or None; any thread."""
         counted = None if self._step_counter is None else self._step_counter.last_step
-        return max((step for step in (self._start_step, self._seen_step, counted) if step is not None), default=None)
+        taken = None if self._checkpoints is None else self._checkpoints.last_step
+        seen = (self._start_step, self._seen_step, counted, taken)
+        return max((step for step in seen if step is not None), default=None)
 
     async def read_step(self) -> int | None:
         """The global step now, read between two steps; None where there is none."""
