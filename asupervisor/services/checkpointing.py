@@ -73,6 +73,8 @@ class CheckpointService:
     ) -> None:
         self.last_error: Exception | None = None
         """The error of the last save, None when it succeeded."""
+        self.last_step: int | None = None
+        """The global step of the newest snapshot, whatever became of it."""
         self._session = session
         self._store = store
         self._coordinator = coordinator
@@ -300,6 +302,7 @@ class CheckpointService:
                     await self._session.side(self._store.reserve)
                 snapshot = await self._taker.take(self._take)
             taken: Snapshot = snapshot
+            self.last_step = taken.info.step
             info: CheckpointInfo = await self._session.side(lambda raw: self._store.publish(taken))
         except SessionClosed:
             raise

@@ -154,6 +154,7 @@ async def test_f07_nan_is_not_the_next_beginning(variables: str, logdir: Path) -
         await sess.run(job.train)
         await sess.run(job.spoil, {job.noise: np.nan})
     assert (logdir / "model.ckpt-2-nonfinite.index").exists()
+    assert job.sv.status().global_step == 2, "what was reached, whatever became of it"
     assert await Job(logdir).go(0) == 1
 
 
