@@ -61,6 +61,12 @@ class Supervisor:
     The constructor only adds ops and finalises the graph; directories, files and threads belong to the session. One
     session at a time; used again after it ended, also on another event loop, the supervisor starts afresh.
 
+    What a chief leaves in the logdir: checkpoints (``model.ckpt-<step>`` with ``.index``, ``.data-*``, ``.meta`` and
+    ``.manifest``) and TensorFlow's state file ``checkpoint``; an event file ``events.out.tfevents.*`` for each session;
+    ``graph.pbtxt``; ``journal.jsonl``; the empty ``.asupervisor.lock``, beside which ``.asupervisor.holder`` tells who
+    holds it. Where there was a reason: ``quarantine/`` with damaged checkpoints, ``replaced-*/`` with those that a
+    fresh start has set aside.
+
     Deliberate differences from the original, beyond what async needs: the model is saved when a session ends; a
     summary rides on a training step instead of running one of its own; a slow timer skips ticks instead of catching
     up in a burst; an error after a clean stop is raised, not dropped; only one chief writes into a logdir.
@@ -116,8 +122,8 @@ class Supervisor:
         executor: The device thread to use, shared with other supervisors; it is not closed. By default each session
             has its own.
         clock: Where the time comes from.
-        retention: Which checkpoints to keep; defaults to the saver's `max_to_keep` and
-            `keep_checkpoint_every_n_hours`.
+        retention: Which checkpoints to keep: a `LatestN`, `EveryNHours`, `KeepAll`, `AnyOf` of these, or any
+            `Retention`; defaults to the saver's `max_to_keep` and `keep_checkpoint_every_n_hours`.
         journal: Whether events are written to `journal.jsonl` in the logdir.
         handle_signals: Whether SIGINT and SIGTERM request a stop while a session is active. The handlers that were
             there before are called, too.

@@ -222,7 +222,10 @@ class PlanCache:
         return found
 
     def drop(self) -> None:
-        """Releases all compiled callables, before the session is closed. Runs that come after it still work."""
+        """Releases all compiled callables, after the session's close: a run in flight still uses them until then.
+
+        Runs that come after it go by `Session.run`.
+        """
         with self._shared.lock:
             self._dropped = True
             plans = list(self._plans.values())

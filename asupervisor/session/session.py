@@ -49,6 +49,9 @@ _running_loop = asyncio._get_running_loop
 class AsyncSession:
     """A TensorFlow session for one event loop; its runs are awaited, and never interleave on the device thread.
 
+    That thread is its executor's: one for all sessions that share the executor. What waits on purpose (a run that only
+    fills or closes a queue, `side`) goes to side threads, as many as are needed.
+
     It belongs to the loop that it was made on, or else to the first one that uses it.
 
     Args:
