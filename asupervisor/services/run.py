@@ -398,6 +398,8 @@ class SupervisedRun:
         """Close the session and let go of it: what is left is how things stood."""
         session, host = self._session, self._host
         try:
+            if not (self._settings.saves_by_itself and self._settings.save_on_exit):
+                await self.drain()  # no last save has waited for those that were asked for
             if session is not None and not await session.close_raw(KILL_GRACE_SECS):
                 if session.raw.sess_str:
                     self._emit("session.close_late", "the session's close waits for a peer, and is left to itself")
