@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,30 @@ async def test_retention(variables: str, logdir: Path) -> None:
             await sess.run(job.train)
             await job.sv.save()
     assert steps_in(logdir)[-1] == 4 and 5 not in steps_in(logdir)
+
+
+@pytest.mark.parametrize("options", [{"save_on_exit": False}, {"save_model_secs": 0}], ids=str)
+async def test_a_save_that_has_begun_is_finished_where_there_is_no_last_one(
+    variables: str, logdir: Path, options: dict[str, Any]
+) -> None:
+    job = Job(logdir, **options)
+    events = job.sv.events()
+    writing, go_on = threading.Event(), threading.Event()
+
+    def point(name: str) -> None:
+        if name == "before-write":
+            writing.set()
+            assert go_on.wait(20)
+
+    assert job.sv._store is not None
+    job.sv._store._faults = point
+    async with job.sv.managed_session():
+        saving = asyncio.ensure_future(job.sv.save())
+        await asyncio.to_thread(writing.wait, 20)
+        asyncio.get_running_loop().call_later(0.05, go_on.set)  # while the session ends
+    assert (await saving).step == 0
+    assert "checkpoint.failed" not in [event.kind async for event in events]
+    assert steps_in(logdir) == [0]
 
 
 async def test_the_directory_is_removed_while_it_runs(variables: str, logdir: Path) -> None:
