@@ -69,7 +69,7 @@ class Beginning:
         settings = self._settings
         self._master, self._config = self._master or peers.target, peers.configured(self._config)
         ways = Ways(
-            adopt=lambda: self._wait(0.0),
+            adopt=self._adopt,
             prepare=self._prepare if peers.may_initialise else self._restore,
             wait=self._wait,
         )
@@ -86,6 +86,10 @@ class Beginning:
 
     async def _wait(self, max_wait_secs: float) -> AsyncSession:
         return await self._manager.wait_for_session(self._master, config=self._config, max_wait_secs=max_wait_secs)
+
+    async def _adopt(self) -> AsyncSession:
+        # Without a deadline: a model that is slow to look at must not be taken for one that is not ready.
+        return await self._manager.adopt_session(self._master, config=self._config)
 
     async def _prepare(self) -> AsyncSession:
         return await self._manager.prepare_session(

@@ -326,8 +326,7 @@ class SessionManager:
         state = Readiness(False, "", (f"an answer of master {master!r}",))
 
         def too_late() -> BaseException:
-            missing = state.missing or ((_first_line(state.message),) if state.message else ())
-            return _tf.SessionNotReady(missing, limit)
+            return _tf.SessionNotReady(_missing_of(state), limit)
 
         opening = await self._open(master, config, deadline, too_late)
         try:
@@ -350,6 +349,34 @@ class SessionManager:
         except BaseException as error:
             await opening.give_up(because=error)
             raise
+
+    async def adopt_session(self, master: str, config: Any = None) -> AsyncSession:
+        """Open a session and look once whether its model is ready, however long the opening and the look take.
+
+        `local_init_op` runs, once its own check passes. Cancellation: as `prepare_session`.
+
+        Args:
+            master: The master to open the session on; see `masters`.
+            config: `ConfigProto` of the session.
+
+        Returns:
+            A session whose model is ready.
+
+        Raises:
+            SessionNotReady: It is not; what is missing is named.
+            ValueError: The master does not work.
+            StopRequested: The coordinator's stop came first.
+        """
+        begun = self._clock.monotonic()
+        opening = await self._open(master, config)
+        try:
+            state = await self._on_device(opening, "readiness", self._look)
+            if not state.ready:
+                raise _tf.SessionNotReady(_missing_of(state), round(self._clock.monotonic() - begun, 1))
+        except BaseException as error:
+            await opening.give_up(because=error)
+            raise
+        return cast(AsyncSession, opening.session)
 
     # ------------------------------------------------------------------ steps, on the loop
 
@@ -490,6 +517,10 @@ def _nothing_to_init() -> RuntimeError:
         "Model is not initialized and no init_op or init_fn or local_init_op was given. "
         "Pass one of them, or a saver and a checkpoint to restore."
     )
+
+
+def _missing_of(state: Readiness) -> tuple[str, ...]:
+    return state.missing or ((_first_line(state.message),) if state.message else ())
 
 
 def _first_line(message: str) -> str:
