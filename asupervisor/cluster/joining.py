@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from asupervisor.clock import Clock
 from asupervisor.cluster.membership import Membership
+from asupervisor.cluster.probing import silent_ones
 from asupervisor.cluster.register import Reading, Register, TaskState
 from asupervisor.events import EventSink
 from asupervisor.runtime import signals
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from asupervisor.cluster.task import Task
 
 POLL_SECS = 0.2
-#: What the others have to see the end, too, and to hang up, before the first parameter server goes, in seconds.
+#: What the others have to hang up, before the first parameter server goes, in seconds.
 LINGER_SECS = 0.5
+#: How long it waits for the other ones to have seen the end, and to be gone, in seconds.
+OTHERS_SECS = 10.0
 
 
 async def wait_for_end_of_job(task: Task, clock: Clock, emit: EventSink) -> Literal["done", "signal"]:
@@ -74,7 +77,8 @@ async def _until_done(task: Task, executor: DeviceExecutor, clock: Clock) -> Non
                 at_work = any(state is TaskState.WORKING for state in reading.states)
                 overdue = clock.monotonic() >= chief_ended_at + task.chief_grace_secs
                 if overdue or (reading.states[0] is TaskState.DONE and not at_work):
-                    await clock.sleep(LINGER_SECS)
+                    if task.index == 0:
+                        await _until_others_are_gone(task, clock)
                     return
             elif reading is not None:
                 chief_ended_at = math.inf
@@ -82,6 +86,15 @@ async def _until_done(task: Task, executor: DeviceExecutor, clock: Clock) -> Non
     finally:
         with contextlib.suppress(Exception):
             await executor.side(register.hang_up, label="close the register")
+
+
+async def _until_others_are_gone(task: Task, clock: Clock) -> None:
+    """The first parameter server keeps the register: whoever has not read of the end yet would serve for ever."""
+    await clock.sleep(LINGER_SECS)
+    others = task.layout.servers[1:]
+    deadline = clock.monotonic() + OTHERS_SECS
+    while len(await silent_ones(others)) < len(others) and clock.monotonic() < deadline:
+        await clock.sleep(POLL_SECS / 4)
 
 
 async def wait_for_workers(membership: Membership) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+import anyio
 import tensorflow as tf
 
 from asupervisor import _tf
@@ -44,6 +45,8 @@ WATCH_EVERY_SECS = 1.0
 #: A worker that is at work, and at whose address nobody listens for so long, will not be waited for, in seconds.
 REJOIN_SECS = 10.0
 TELL_EVERY_SECS = 10.0
+#: How long the end of a task waits until the register knows of it, in seconds: a part of what a release has.
+LEAVE_SECS = 2.4
 
 
 class Server(Protocol):
@@ -242,15 +245,25 @@ class Membership:
 
     # ------------------------------------------------------------------ out
 
-    async def before_last_save(self, limit_secs: float) -> None:
+    async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool] = lambda: False) -> None:
         """See `Peers.before_last_save`: the chief waits for its workers, and for nobody who is gone."""
         if not self._layout.is_chief or self._around is None:
             return
         clock, emit = self._around.patience.clock, self._around.emit
         deadline = clock.monotonic() + limit_secs
         gone_since: dict[Member, float] = {}
-        told_at = -math.inf
-        while reading := await self._look():
+        told_at, heard_at = -math.inf, clock.monotonic()
+        while not hurried():
+            reading = await self._look()
+            if reading is None:
+                # Perhaps it is only slow. Where it is gone, the model is gone with it.
+                there = await answers(self._layout.servers[0])
+                if not there or clock.monotonic() >= min(deadline, heard_at + REJOIN_SECS):
+                    return
+                await self._hang_up()
+                await clock.sleep(LOOK_EVERY_SECS)
+                continue
+            heard_at = clock.monotonic()
             working = [
                 member
                 for member, state in zip(self._layout.trainers[1:], reading.states[1:], strict=True)
@@ -285,12 +298,24 @@ class Membership:
         if self._around is None:
             return
         try:
-            if state is not None and self._layout.me is not None:
-                with contextlib.suppress(tf.errors.OpError):  # whoever is gone need not be told
-                    await self._side(self._get_register().tell, "tell the register", self._layout.me, state)
+            if state is not None:
+                await self._take_leave(state)
         finally:
             await self._hang_up()
             self._around = None
+
+    async def _take_leave(self, state: TaskState) -> None:
+        """Tell our end; once more where the parameter server was slow. Whoever is gone need not be told."""
+        assert self._layout.me is not None
+        with anyio.move_on_after(LEAVE_SECS):
+            while True:
+                try:
+                    await self._side(self._get_register().tell, "tell the register", self._layout.me, state)
+                    return
+                except tf.errors.OpError:
+                    if not await answers(self._layout.servers[0]):
+                        return
+                    await self._hang_up()
 
     # ------------------------------------------------------------------ threads
 

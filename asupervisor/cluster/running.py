@@ -32,6 +32,7 @@ from asupervisor.errors import (
     RecoveryExhausted,
     SessionNotReady,
     StopRequested,
+    telling_line,
 )
 from asupervisor.runtime import signals
 from asupervisor.services.peers import is_loss
@@ -96,7 +97,7 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
         if code == 1:
             traceback.print_exception(error)
         else:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(f"{type(error).__name__}: {telling_line(error)}", file=sys.stderr, flush=True)
     if not received:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:

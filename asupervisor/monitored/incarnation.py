@@ -49,6 +49,7 @@ class Blueprint:
         chief_hooks: How many of them, the first ones, belong to the chief.
         services: Whether to start the services of a training session.
         stop_grace_secs: See `MonitoredSession`.
+        hurried: Whether somebody who waits for the end of the monitored session was cancelled.
     """
 
     around: Surroundings
@@ -59,6 +60,7 @@ class Blueprint:
     chief_hooks: int
     services: bool
     stop_grace_secs: float
+    hurried: Callable[[], bool]
 
     @property
     def on_restart(self) -> OnRestart:
@@ -122,6 +124,7 @@ class Incarnation:
             session_manager=prepared.manager,
             coordinator=self.coordinator,
             first=self.number == 0,
+            hurried=of.hurried,
         )
         self._global_step = prepared.settings.elements.global_step
         self._plain = session = await run.start(

@@ -270,6 +270,7 @@ class MonitoredSession:
                 chief_hooks=self._chief_hooks,
                 services=self._saving is not None,
                 stop_grace_secs=self._stop_grace_secs,
+                hurried=lambda: host.interrupted,
             )
             await self._incarnations.begin(blueprint, host)
         except StopRequested as error:

@@ -120,8 +120,8 @@ class Peers(Protocol):
     async def watch(self) -> None:
         """Look at the others now and then; a service of the session."""
 
-    async def before_last_save(self, limit_secs: float) -> None:
-        """Wait until nobody changes the model any more."""
+    async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool]) -> None:
+        """Wait until nobody changes the model any more, or for as long as nobody is in a hurry."""
 
     async def leave(self, how: Literal["done", "failed", "lost"]) -> None:
         """The session is closed."""

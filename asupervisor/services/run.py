@@ -53,6 +53,7 @@ class SupervisedRun:
         session_manager: What prepares the session.
         coordinator: The stop state of the session, where it is not that of the surroundings.
         first: Whether it is the first session within the surroundings; then the graph is written.
+        hurried: Whether somebody who waits for the end was cancelled, beside those who wait for our host.
     """
 
     def __init__(
@@ -64,12 +65,15 @@ class SupervisedRun:
         session_manager: SessionManager,
         coordinator: Coordinator | None = None,
         first: bool = True,
+        hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         self.restored_from: str | None = None
         """The checkpoint that the model came from, or None."""
         self.adopted = False
         """Whether it is a live model, which somebody else keeps."""
         self._first = first
+        self._hurried = hurried
+        self._settled_runs: int | None = None  # writing runs at the last words, in a cluster
         if store is not None and store.last is not None and settings.checkpoint_filename_with_path is not None:
             # It is where training began. A later session of this process goes on from what it has saved since.
             settings = replace(settings, checkpoint_filename_with_path=None)
@@ -364,14 +368,26 @@ class SupervisedRun:
         """The final save, where there is anything to save that is not saved yet."""
         host, peers = self._host, self._settings.peers
         outcome = self._outcome()
+        runs: int | None = None
         if peers is not None:
             self._leaves_as = self._leaving_as(outcome)
             if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
                 return  # the model is with the others, or nowhere
+            runs = self.session.statistics().writing_runs
+            if runs == self._settled_runs:
+                return  # once more, since the session is closed now: the others have been waited for
             if self._leaves_as == "done" and host is not None:
-                await peers.before_last_save(0.8 * host.grace_left)
+                await peers.before_last_save(0.8 * host.grace_left, self._is_hurried)
+                outcome = self._outcome()
+                self._leaves_as = "lost" if self._is_hurried() else self._leaving_as(outcome)
         if self._checkpoints is not None and self._settings.saves_by_itself and self._settings.save_on_exit:
             await self._checkpoints.final_save(outcome, host.grace_left if host else None)
+        self._settled_runs = runs
+
+    def _is_hurried(self) -> bool:
+        """Whether somebody does not want to wait for other tasks: a signal has come, or a cancellation."""
+        host = self._host
+        return self._hurried() or self._around.signalled or (host is not None and host.interrupted)
 
     def _leaving_as(self, outcome: Outcome) -> Literal["done", "failed", "lost"]:
         """What the others are told of our end. Whoever was told to end, or has lost somebody, is expected back."""

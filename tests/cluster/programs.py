@@ -91,6 +91,7 @@ def replica(
     partitions: int = 0,
     sync: int = 0,
     handle_signals: bool = False,
+    local_init_secs: float = 0.0,
 ) -> None:
     """A task of ours: a parameter server, or one that trains by the one family or the other."""
 
@@ -102,6 +103,15 @@ def replica(
             say("ended", how=await task.join())
             return
         model = build(task.device_fn, replicas=task.num_replicas, variables=variables, partitions=partitions, sync=sync)
+        if local_init_secs:
+
+            def sleep() -> Any:
+                time.sleep(local_init_secs)
+                return np.int32(0)
+
+            with model.graph.as_default(), tf1.device(task.name):
+                slow = tf1.py_func(sleep, [], tf.int32)
+                tf1.add_to_collection(tf1.GraphKeys.TABLE_INITIALIZERS, slow.op)
         train = train_monitored if family == "monitored" else train_supervised
         await train(task, model)
 

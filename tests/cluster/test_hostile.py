@@ -1,0 +1,117 @@
+"""Clusters at their worst moments: what happens at the end of a job, and to a chief that is slow to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from asupervisor.checkpoint.catalogue import checkpoints
+from asupervisor.clock import SystemClock
+from asupervisor.cluster.config import layout
+from asupervisor.cluster.joining import _until_others_are_gone
+from asupervisor.cluster.running import exit_code
+from tests.cluster.harness import Cluster, Process
+
+families = pytest.mark.parametrize("family", ["monitored", "supervised"])
+
+
+def last_step(process: Process) -> int:
+    return int(process.records("step")[-1]["step"])
+
+
+def is_waiting_for_workers(record: dict[str, Any]) -> bool:
+    return "waiting for the end of" in record["message"]
+
+
+def test_a_chief_whose_local_init_is_slow_adopts_the_live_model(cluster: Callable[..., Cluster]) -> None:
+    """How long a look at the model takes says nothing about the model: it must not be restored over what lives."""
+    made = cluster(save_secs=3600)
+    tasks = made.start_all()
+    tasks["worker-0"].wait_for("step")
+    tasks["chief-0"].wait_for("step")
+    tasks["chief-0"].kill()
+    before = last_step(tasks["worker-0"])
+    chief = made.start("chief", local_init_secs=2.3)
+    assert chief.wait_for("ready")["step"] >= before
+    assert chief.records("cluster.adopted")
+    assert not chief.records("session.restored")
+
+
+@families
+def test_a_signal_ends_a_chief_that_waits_for_its_workers(cluster: Callable[..., Cluster], family: str) -> None:
+    """It saves, and is expected back: the job is not done."""
+    made = cluster(family=family, save_secs=3600, handle_signals=family == "supervised", stop_grace_secs=120)
+    server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief", steps=20)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    before = worker.wait_for("step", since=time.time())["step"]
+    begun = time.monotonic()
+    chief.signal(signal.SIGTERM)
+    assert chief.wait() == 143
+    assert time.monotonic() - begun < 4
+    assert (checkpoints(made.logdir)[-1].step or 0) >= before
+    again = made.start("chief", steps=before + 30)
+    assert again.wait_for("ready")["step"] >= before
+    assert again.records("cluster.adopted")
+    assert server.running
+    assert worker.running
+
+
+@families
+def test_the_last_save_is_made_once(cluster: Callable[..., Cluster], family: str) -> None:
+    made = cluster(family=family, save_secs=3600, steps=20)
+    tasks = made.start_all()
+    for task in tasks.values():
+        assert task.wait() == 0
+    saved = tasks["chief-0"].records("checkpoint.saved", since=tasks["chief-0"].wait_for("trained")["t"])
+    assert len(saved) == 1
+    assert len(tasks["chief-0"].records("cluster.waiting")) <= 2
+
+
+def test_a_chief_waits_on_where_the_register_is_slow_for_a_moment(cluster: Callable[..., Cluster]) -> None:
+    made = cluster(save_secs=3600)
+    server, worker, chief = made.start("ps"), made.start("worker", steps=120), made.start("chief", steps=20)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    server.freeze()
+    time.sleep(2.6)  # longer than one question may take
+    server.thaw()
+    for task in (worker, chief, server):
+        assert task.wait() == 0
+    assert not chief.records("cluster.workers_left")
+    last = checkpoints(made.logdir)[-1]
+    assert last.step == int(tf.train.load_checkpoint(last.prefix).get_tensor("global_step"))
+    assert (last.step or 0) >= last_step(worker)
+
+
+async def test_the_first_parameter_server_is_the_last_one_to_go() -> None:
+    """Whoever cannot ask it any more does not know that the job is done, and would serve for ever."""
+    other = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = other.sockets[0].getsockname()[1]
+    ours: Any = SimpleNamespace(
+        layout=layout({"ps": ["127.0.0.1:1", f"127.0.0.1:{port}"], "chief": ["127.0.0.1:2"]}, "ps", 0)
+    )
+    going = asyncio.create_task(_until_others_are_gone(ours, SystemClock()))
+    done, _ = await asyncio.wait([going], timeout=1.0)
+    assert not done
+    other.close()
+    await other.wait_closed()
+    await asyncio.wait_for(going, 2.0)
+
+
+def test_a_lost_cluster_is_one_line(cluster: Callable[..., Cluster]) -> None:
+    """TensorFlow's own errors are many lines long."""
+    made = cluster(save_secs=3600)
+    server, chief = made.start("ps"), made.start("chief", steps=20)
+    worker = made.start("worker")
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    server.kill()
+    assert chief.wait() == exit_code(tf.errors.UnavailableError(None, None, "")) == 138
+    told = [line for line in chief.text.splitlines() if not line.startswith('{"t": ')]
+    assert len([line for line in told if "Error" in line]) == 1, told
+    assert worker.running
