@@ -293,8 +293,8 @@ class CheckpointNotRestored(CheckpointError):
         self.path = path
         self.reason = reason
         super().__init__(
-            f"logdir {path!r} holds checkpoints that were not restored: {reason}. Pass fresh_start=True to begin "
-            "at step 0 all the same, or give this run its own logdir."
+            f"logdir {path!r} holds checkpoints that were not restored: {reason}. Pass fresh_start=True to set them "
+            "aside and begin all the same, or give this run its own logdir."
         )
 
 
