@@ -320,6 +320,7 @@ def bad_day(made: Cluster, secs: float, seed: int) -> None:
     end = time.monotonic() + secs
     while time.monotonic() < end:
         time.sleep(rng.uniform(0.5, 3.0))
+        check_all_run(tasks)
         name = rng.choice(sorted(tasks))
         tasks[name].kill()
         if name.startswith("ps"):
@@ -341,7 +342,12 @@ def bad_day(made: Cluster, secs: float, seed: int) -> None:
         if later["step"] < earlier["step"]:
             loss = [at for at in losses if earlier["t"] - 1.0 <= at <= later["t"]]
             assert loss, f"the step went from {earlier} to {later} without a loss of a parameter server"
-    assert all(task.running for task in tasks.values())
+    check_all_run(tasks)
+
+
+def check_all_run(tasks: dict[str, Process]) -> None:
+    for task in tasks.values():
+        assert task.running, f"{task.name} ended by itself with {task.wait()}:\n{task.text[-4000:]}"
 
 
 def test_a_bad_minute(cluster: Callable[..., Cluster]) -> None:
