@@ -55,13 +55,18 @@ class SyncReplicasHook(AsyncSessionRunHook):
             )
 
     async def end(self, session: AsyncSession) -> None:
-        """The job is over: replicas that wait for a token end, too."""
+        """The job is over: replicas that wait for a token end, too.
+
+        Not left to the service: the stop that it waits for comes after this call, or came before it, when nobody knew
+        yet how the job would end.
+        """
+        assert self._sync is not None
         self._over = True
+        await self._sync.release_replicas(session)
 
     async def finish(self, session: AsyncSession | None, outcome: HookOutcome) -> None:
         """See the service off."""
         service, self._service = self._service, None
         if service is not None and not service.done():
-            await asyncio.wait([service], timeout=2.0)
             service.cancel()
             await asyncio.wait([service])

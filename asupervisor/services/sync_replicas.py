@@ -103,12 +103,27 @@ class SyncReplicas:
                     if not (ended or coordinator.should_stop() or session.closed):
                         coordinator.report(error, self.name)
 
-        def end() -> None:
-            with self._graph.as_default(), suppress(Exception):
-                raw.run(runner.cancel_op, options=tf.compat.v1.RunOptions(timeout_in_ms=int(END_SECS * 1000)))
-
         with suppress(SessionClosed):
             session.executor.device.side.submit(feed, self.name)
             await coordinator.wait_for_stop()
             if over():
-                await session.executor.side(end, label=f"end of {self.name}")
+                await self.release_replicas(session)
+
+    async def release_replicas(self, session: AsyncSession) -> None:
+        """End the token queue: for replicas that wait for their next step, the job is over. Nothing for a worker.
+
+        Args:
+            session: The session.
+
+        Raises:
+            SessionClosed: It is closed.
+        """
+        if self._runner is None:
+            return
+        raw, cancel_op = session.raw, self._runner.cancel_op
+
+        def end() -> None:
+            with self._graph.as_default(), suppress(Exception):
+                raw.run(cancel_op, options=tf.compat.v1.RunOptions(timeout_in_ms=int(END_SECS * 1000)))
+
+        await session.executor.side(end, label=f"end of {self.name}")
