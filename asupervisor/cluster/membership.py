@@ -252,6 +252,7 @@ class Membership:
         clock, emit = self._around.patience.clock, self._around.emit
         deadline = clock.monotonic() + limit_secs
         gone_since: dict[Member, float] = {}
+        coming_since: dict[Member, float] = {}
         told_at, heard_at = -math.inf, clock.monotonic()
         while not hurried():
             reading = await self._look()
@@ -263,20 +264,23 @@ class Membership:
                 await self._hang_up()
                 await clock.sleep(LOOK_EVERY_SECS)
                 continue
+            if not reading.epoch:
+                return  # it has begun anew, without the model
             heard_at = clock.monotonic()
-            working = [
-                member
-                for member, state in zip(self._layout.trainers[1:], reading.states[1:], strict=True)
-                if state is TaskState.WORKING
-            ]
+            states = dict(zip(self._layout.trainers[1:], reading.states[1:], strict=True))
+            silent = set(await silent_ones(member for member, state in states.items() if not state.ended))
             now = clock.monotonic()
-            for member in working:
-                if await answers(member):
-                    gone_since.pop(member, None)
-                else:
-                    gone_since.setdefault(member, now)
+            for member in states.keys() - silent:
+                gone_since.pop(member, None)
+            for member in silent:
+                gone_since.setdefault(member, now)
+            # Whose server runs is about to come in, once more where a parameter server was lost; for a while, perhaps.
+            coming = [member for member, state in states.items() if state is TaskState.UNSEEN and member not in silent]
+            coming = [member for member in coming if now - coming_since.setdefault(member, now) < REJOIN_SECS]
+            working = [member for member, state in states.items() if state is TaskState.WORKING]
             gone = [member for member in working if now - gone_since.get(member, now) >= REJOIN_SECS]
-            awaited = [str(member) for member in working if member not in gone]
+            working = [member for member in working if member not in gone]
+            awaited = [str(member) for member in states if member in working or member in coming]
             if not awaited or now >= deadline:
                 left_out = awaited + [str(member) for member in gone]
                 if left_out:
