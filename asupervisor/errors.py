@@ -59,7 +59,9 @@ def telling_line(error: BaseException) -> str:
     for number, line in enumerate(lines[:-1]):
         if line.startswith("Node:"):
             return f"{lines[number + 1]} ({line})"
-    return lines[0] if lines else ""
+    words = [line for line in lines if line != "Graph execution error:"] or lines
+    names_its_task = len(words) > 1 and words[0].startswith("From /job:")
+    return " ".join(words[: 2 if names_its_task else 1])
 
 
 class SupervisorError(Exception):

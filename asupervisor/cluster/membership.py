@@ -316,10 +316,12 @@ class Membership:
                 try:
                     await self._side(self._get_register().tell, "tell the register", self._layout.me, state)
                     return
-                except tf.errors.OpError:
-                    if not await answers(self._layout.servers[0]):
+                except tf.errors.OpError as error:
+                    # What is told to a register that has begun anew is told to nobody.
+                    if not is_loss(error) or not await answers(self._layout.servers[0]):
                         return
                     await self._hang_up()
+                    await anyio.sleep(LOOK_EVERY_SECS)
 
     # ------------------------------------------------------------------ threads
 
