@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -183,15 +184,16 @@ with tf1.Session(graph=graph) as raw:
 """
 
 
-def test_permission_denied(tmp_path: Path, fresh_environ: dict[str, str]) -> None:
+def test_permission_denied(tmp_path: Path, fresh_environ: dict[str, str], request: pytest.FixtureRequest) -> None:
     """In a process that is not root, for whom permissions mean something."""
     if os.getuid() != 0:
         pytest.skip("needs root to become somebody else")
-    logdir = tmp_path / "logdir"
+    # Not below pytest's directory: that is nobody else's, and each pytest that starts makes it so again.
+    place = Path(tempfile.mkdtemp())
+    request.addfinalizer(lambda: shutil.rmtree(place))
+    place.chmod(0o755)
+    logdir = place / "logdir"
     logdir.mkdir(mode=0o755)
-    for parent in logdir.parents:
-        if parent.stat().st_mode & 0o001 == 0:
-            parent.chmod(parent.stat().st_mode | 0o011)
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, logdir],
         env=fresh_environ,
@@ -199,14 +201,17 @@ def test_permission_denied(tmp_path: Path, fresh_environ: dict[str, str]) -> Non
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+    request.addfinalizer(child.communicate)
+    request.addfinalizer(child.kill)
     assert child.stdin and child.stdout
     assert child.stdout.readline() == "refused PermissionError 13\n"
     logdir.chmod(0o777)
     child.stdin.write("\n")
     child.stdin.flush()
     assert child.stdout.readline().startswith("saved")
-    child.communicate("\n", timeout=30)
-    assert child.returncode == 0
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert child.wait(30) == 0
     with pytest.raises(LogdirNotWritable, match="Not a directory"):
         (tmp_path / "file").touch()
         LogdirLock(tmp_path / "file" / "logdir").acquire()

@@ -354,10 +354,11 @@ async def test_an_explicit_checkpoint_of_the_logdir(variables: str, logdir: Path
 async def test_an_explicit_checkpoint_once_nothing_was_saved(variables: str, logdir: Path) -> None:
     """There is nothing else that this supervisor could go on from."""
     await Job(logdir).go(3)
-    job = Job(logdir, checkpoint_filename_with_path=logdir / "model.ckpt-0", save_model_secs=0)
+    await Job(logdir).go(3)
+    job = Job(logdir, checkpoint_filename_with_path=logdir / "model.ckpt-3", save_model_secs=0)
     for _ in range(2):
-        assert await job.go(1) == 0
-    assert await Job(logdir).go(0) == 3
+        assert await job.go(1) == 3
+    assert await Job(logdir).go(0) == 6
 
 
 async def test_an_explicit_checkpoint_is_that_one_or_an_error(variables: str, tmp_path: Path, logdir: Path) -> None:
@@ -432,7 +433,8 @@ async def test_an_explicit_checkpoint_without_a_logdir(variables: str, tmp_path:
 async def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(variables: str, logdir: Path) -> None:
     """`train_loop` begins a new session after a lost one: at what was saved at the end of that."""
     await Job(logdir).go(3)
-    job = Job(logdir, checkpoint_filename_with_path=logdir / "model.ckpt-0")
+    await Job(logdir).go(3)
+    job = Job(logdir, checkpoint_filename_with_path=logdir / "model.ckpt-3")
     seen: list[int] = []
 
     async def step(sess: Any) -> None:
@@ -445,7 +447,7 @@ async def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(variables: 
 
     policy = RecoveryPolicy(backoff=NO_PAUSE, origins=frozenset(("step_fn",)))
     await train_loop(job.sv, step, recovery=policy)
-    assert seen == [1, 2, 3, 4]
+    assert seen == [4, 5, 6, 7]
 
 
 def test_places_that_do_not_go_together(variables: str, tmp_path: Path) -> None:

