@@ -83,7 +83,7 @@ async def rig(variables: str, tmp_path: Path) -> AsyncIterator[Rig]:
     await made.session.run(made.train)
     yield made
     with contextlib.suppress(tf.errors.OpError):
-        made.free()
+        await asyncio.to_thread(made.free)
     await made.session.close()
     assert await made.executor.aclose(10)
 
@@ -95,7 +95,7 @@ async def test_beside_a_run_that_never_ends(rig: Rig, writes: bool) -> None:
     assert (info.step, info.kind) == (1, Kind.EMERGENCY if writes else Kind.REGULAR)
     assert bool(rig.taker.beside) == writes
     assert rig.took == [True]
-    rig.free()
+    await asyncio.to_thread(rig.free)
     await run
     await rig.session.control(lambda raw: None)
     assert rig.took == [True], "its turn was withdrawn"
@@ -185,7 +185,7 @@ async def test_whoever_waits_is_cancelled_while_it_is_taken(rig: Rig, beside: bo
     go_on.set()
     rig.after[beside] = lambda: None
     if beside:
-        rig.free()
+        await asyncio.to_thread(rig.free)
         await run
     async with asyncio.timeout(20):
         while not given or given[0].held is None or not given[0].held.released:
@@ -207,14 +207,14 @@ async def test_one_by_steps_when_the_end_begins(rig: Rig, end_first: bool) -> No
         snapshot = await rig.taker.take(rig.take)
     else:
         other.start()
-        other.join()
+        await asyncio.to_thread(other.join)
         rig.taker.ending(0.0)
         snapshot = await rig.taker.take(rig.take)
     await asyncio.to_thread(other.join)
     info = await rig.published(snapshot)
     assert (info.step, info.kind) == (1, Kind.REGULAR)
     assert (by_steps[0] is None) == end_first
-    rig.free()
+    await asyncio.to_thread(rig.free)
     await run
 
 
