@@ -30,9 +30,12 @@ leave as the same object with the same traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 _MOST_CHARS = 600
+# Lines of TensorFlow's errors that say nothing: the usual heading, and what stands around several errors in one.
+_HEADING = re.compile(r"Graph execution error:|=+|\d+ root error\(s\) found\.?")
 
 
 def describe(error: BaseException) -> str:
@@ -59,8 +62,8 @@ def telling_line(error: BaseException) -> str:
     for number, line in enumerate(lines[:-1]):
         if line.startswith("Node:"):
             return f"{lines[number + 1]} ({line})"
-    words = [line for line in lines if line != "Graph execution error:"] or lines
-    names_its_task = len(words) > 1 and words[0].startswith("From /job:")
+    words = [line for line in lines if not _HEADING.fullmatch(line)] or lines
+    names_its_task = len(words) > 1 and "From /job:" in words[0]
     return " ".join(words[: 2 if names_its_task else 1])
 
 

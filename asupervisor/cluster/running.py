@@ -31,6 +31,7 @@ from asupervisor.errors import (
     PortInUse,
     RecoveryExhausted,
     SessionNotReady,
+    StopGraceExceeded,
     StopRequested,
     telling_line,
 )
@@ -91,8 +92,11 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
         error = caught
     code = exit_code(error)
     told_to_end = error is None or isinstance(error, asyncio.CancelledError | KeyboardInterrupt | StopRequested)
-    if received and (told_to_end or code == EXIT_LOST):
+    overdue = isinstance(error, StopGraceExceeded)
+    if received and (told_to_end or overdue or code == EXIT_LOST):
         code = 128 + received[0]
+        if overdue and error is not None:  # behind a frozen peer, say: that is told, and no reason not to come back
+            print(f"{type(error).__name__}: {telling_line(error)}", file=sys.stderr, flush=True)
     elif error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
         if code == 1:
             traceback.print_exception(error)

@@ -17,6 +17,7 @@ from asupervisor.clock import SystemClock
 from asupervisor.cluster.config import layout
 from asupervisor.cluster.joining import _until_others_are_gone
 from asupervisor.cluster.running import exit_code
+from asupervisor.errors import telling_line
 from tests.cluster.harness import Cluster, Process
 
 families = pytest.mark.parametrize("family", ["monitored", "supervised"])
@@ -128,6 +129,40 @@ async def test_the_first_parameter_server_is_the_last_one_to_go() -> None:
     other.close()
     await other.wait_closed()
     await asyncio.wait_for(going, 2.0)
+
+
+def test_a_signal_behind_a_frozen_parameter_server_is_no_error_of_the_task(cluster: Callable[..., Cluster]) -> None:
+    """An exit code of 1 would mean that it must not be started again."""
+    made = cluster(family="supervised", handle_signals=True, stop_grace_secs=1.0)
+    server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief")
+    worker.wait_for("step")
+    server.freeze()
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 143
+    assert "StopGraceExceeded: " in worker.text
+    assert "Traceback" not in worker.text
+    assert chief.running
+    server.thaw()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "Graph execution error:\n\nFrom /job:ps/replica:0/task:0:\nrefused\nmore",
+            "From /job:ps/replica:0/task:0: refused",
+        ),
+        (
+            "Graph execution error:\n\n=====\nUNAVAILABLE: From /job:ps/task:0:\nrefused\n=====\n",
+            "UNAVAILABLE: From /job:ps/task:0: refused",
+        ),
+        ("Graph execution error:\n\nDeadline Exceeded", "Deadline Exceeded"),
+        ("Graph execution error:", "Graph execution error:"),
+        ("", ""),
+    ],
+)
+def test_the_line_that_tells_is_not_a_heading(text: str, line: str) -> None:
+    assert telling_line(RuntimeError(text)) == line
 
 
 def test_a_lost_cluster_is_one_line(cluster: Callable[..., Cluster]) -> None:
