@@ -37,7 +37,7 @@ class Zygote:
         )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
-        self._started: queue.Queue[int] = queue.Queue()
+        self._started: queue.Queue[tuple[int, int]] = queue.Queue()
         self._ended: dict[int, tuple[int, float]] = {}
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -48,24 +48,25 @@ class Zygote:
         for line in self._process.stdout:
             news = json.loads(line)
             if "started" in news:
-                self._started.put(news["started"])
+                self._started.put((news["started"], news["pid"]))
             else:
                 with self._news:
                     self._ended[news["ended"]] = (news["status"], time.time())
                     self._news.notify_all()
 
-    def fork(self, program: str, output: Path, environ: dict[str, str], arguments: dict[str, Any]) -> int:
+    def fork(self, program: str, output: Path, environ: dict[str, str], arguments: dict[str, Any]) -> tuple[int, int]:
+        """Start a program; its number, and its process id."""
         assert self._process.stdin is not None
         request = {"program": program, "output": str(output), "environ": environ, "arguments": arguments}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._started.get(timeout=30)
 
-    def status_of(self, pid: int, timeout_secs: float) -> tuple[int, float] | None:
+    def status_of(self, number: int, timeout_secs: float) -> tuple[int, float] | None:
         """Exit status and time of the end, or None where it does not end in time."""
         with self._news:
-            self._news.wait_for(lambda: pid in self._ended, timeout_secs)
-            return self._ended.get(pid)
+            self._news.wait_for(lambda: number in self._ended, timeout_secs)
+            return self._ended.get(number)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -83,11 +84,11 @@ class Zygote:
 class Process:
     """One task, or who looks on."""
 
-    def __init__(self, zygote: Zygote, name: str, pid: int, output: Path, begun_at: float) -> None:
+    def __init__(self, zygote: Zygote, name: str, forked: tuple[int, int], output: Path, begun_at: float) -> None:
         self._zygote = zygote
         self._output = output
+        self._number, self.pid = forked
         self.name = name
-        self.pid = pid
         self.begun_at = begun_at
         self.killed_at = 0.0
 
@@ -139,17 +140,17 @@ class Process:
 
     @property
     def running(self) -> bool:
-        return self._zygote.status_of(self.pid, 0.0) is None
+        return self._zygote.status_of(self._number, 0.0) is None
 
     def wait(self, timeout_secs: float = 30.0) -> int:
         """The exit status: negative for a signal."""
-        ended = self._zygote.status_of(self.pid, timeout_secs)
+        ended = self._zygote.status_of(self._number, timeout_secs)
         assert ended is not None, f"{self.name} did not end within {timeout_secs:g} s:\n{self.text[-6000:]}"
         return ended[0]
 
     @property
     def ended_at(self) -> float:
-        ended = self._zygote.status_of(self.pid, 0.0)
+        ended = self._zygote.status_of(self._number, 0.0)
         assert ended is not None
         return ended[1]
 

@@ -324,7 +324,8 @@ def waits(*, handled: bool) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    children: set[int] = set()
+    children: dict[int, int] = {}  # process ids are used again: what has a number of its own is a child
+    number = 0
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     while True:
@@ -337,13 +338,14 @@ def main() -> None:
             if pid == 0:
                 become(request)
                 return
-            children.add(pid)
-            print(json.dumps({"started": pid}), flush=True)
+            number += 1
+            children[pid] = number
+            print(json.dumps({"started": number, "pid": pid}), flush=True)
         for pid in list(children):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                children.discard(pid)
-                print(json.dumps({"ended": pid, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+                ended = {"ended": children.pop(pid), "status": os.waitstatus_to_exitcode(status)}
+                print(json.dumps(ended), flush=True)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
 

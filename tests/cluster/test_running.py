@@ -63,7 +63,7 @@ def test_a_model_that_did_not_become_ready_is_worth_another_start() -> None:
 )
 def test_a_process_ends_with_its_code(zygote: Zygote, tmp_path: Path, how: str, code: int, says: str) -> None:
     output = tmp_path / "output"
-    ended = zygote.status_of(zygote.fork("ends", output, {}, {"how": how}), 30)
+    ended = zygote.status_of(zygote.fork("ends", output, {}, {"how": how})[0], 30)
     assert ended is not None
     assert ended[0] == code
     text = output.read_text()
@@ -75,16 +75,16 @@ def test_a_process_ends_with_its_code(zygote: Zygote, tmp_path: Path, how: str, 
 @pytest.mark.parametrize("handled", [False, True])
 def test_a_signal_cancels_what_nobody_else_ends(zygote: Zygote, tmp_path: Path, number: int, handled: bool) -> None:
     output = tmp_path / "output"
-    pid = zygote.fork("waits", output, {}, {"handled": handled})
+    number_of_it, pid = zygote.fork("waits", output, {}, {"handled": handled})
     while not output.exists() or "waiting" not in output.read_text():
         time.sleep(0.01)
     os.kill(pid, number)
     if handled:  # the first one is somebody else's business
         while "told" not in output.read_text():
             time.sleep(0.01)
-        assert zygote.status_of(pid, 0.2) is None
+        assert zygote.status_of(number_of_it, 0.2) is None
         os.kill(pid, number)
-    ended = zygote.status_of(pid, 30)
+    ended = zygote.status_of(number_of_it, 30)
     assert ended is not None
     if handled and number == signal.SIGTERM:  # the second one acts as if there were nobody
         assert ended[0] == -signal.SIGTERM
