@@ -16,11 +16,21 @@ EMPTY = inspect.Parameter.empty
 
 #: What is called with the same arguments; with what may be added by keyword.
 PAIRS = {
-    "MonitoredTrainingSession": {"graph", "recovery", "recovery_wait_secs", "clock", "executor"},
+    "MonitoredTrainingSession": {
+        "graph",
+        "recovery",
+        "recovery_wait_secs",
+        "clock",
+        "executor",
+        "task",
+        "init_from",
+        "partial_restore",
+        "checkpoint_filename_with_path",
+    },
     "MonitoredSession": {"graph", "recovery", "recovery_wait_secs", "clock", "executor"},
     "SingularMonitoredSession": {"graph", "recovery_wait_secs", "clock", "executor"},
-    "ChiefSessionCreator": {"graph"},
-    "WorkerSessionCreator": {"graph"},
+    "ChiefSessionCreator": {"graph", "task", "init_from", "partial_restore"},
+    "WorkerSessionCreator": {"graph", "task"},
     "StopAtStepHook": set(),
     "LoggingTensorHook": set(),
 }
