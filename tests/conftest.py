@@ -112,7 +112,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if session.config.getoption("collectonly"):
         return
-    environ = dict(os.environ) | {"ASUPERVISOR_TEST_TF_MODE": "v1", "ASUPERVISOR_TEST_SHARE": "1" if whole else "3"}
+    environ = dict(os.environ) | {"ASUPERVISOR_TEST_TF_MODE": "v1", "ASUPERVISOR_TEST_SHARE": "1" if whole else "5"}
     output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the run)
     command = [sys.executable, "-m", "pytest", "-m", "modes and not full", "-p", "no:cacheprovider", "-q", "tests"]
     process = subprocess.Popen(

@@ -14,7 +14,7 @@ OtherMode = tuple["subprocess.Popen[bytes]", Any]
 
 @pytest.mark.timeout(LIMIT_SECS + 60)
 def test_with_v2_behaviour_off(other_mode: OtherMode) -> None:
-    """A third of what is marked `modes`, the same third each time, passes there, too."""
+    """A fifth of what is marked `modes`, the same fifth each time, passes there, too."""
     check(other_mode)
 
 
