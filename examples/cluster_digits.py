@@ -24,7 +24,7 @@ command goes on from the last step. On Kubernetes, TFJob's operator sets ``TF_CO
               terminationGracePeriodSeconds: 60   # more than stop_grace_period_secs, so that the chief can save
               containers:
               - name: tensorflow             # the name that the operator looks for
-                image: registry.example/digits
+                image: digits:latest
                 command: [python, examples/cluster_digits.py, --logdir, /models/digits]
                 ports: [{name: tfjob-port, containerPort: 2222}]
                 volumeMounts: [{name: models, mountPath: /models}]   # read by the chief only
