@@ -228,13 +228,19 @@ class Membership:
     # ------------------------------------------------------------------ while it lasts
 
     async def watch(self) -> None:
-        """See `Peers.watch`: so that it is remembered who has ended, should a parameter server be lost."""
+        """See `Peers.watch`: so that it is remembered who has ended, should a parameter server be lost.
+
+        Raises:
+            tf.errors.AbortedError: The chief has made the model anew, under a worker that goes on with the old one.
+        """
         around = self._around
         assert around is not None
         with contextlib.suppress(SessionClosed):
             while True:
                 await around.patience.clock.sleep(WATCH_EVERY_SECS)
-                await self._look()
+                reading = await self._look()
+                if reading is not None and reading.epoch != self._epoch and not self._layout.is_chief:
+                    raise tf.errors.AbortedError(None, None, f"{self._layout.chief} makes the model anew")
 
     async def _look(self) -> Reading | None:
         """What the register says, or None where it cannot be asked now."""
@@ -335,8 +341,8 @@ class Membership:
         if self._register is not None and self._around is not None:
             hanging_up = asyncio.ensure_future(self._side(self._register.hang_up, "close the register"))
             await asyncio.wait([hanging_up], timeout=0.5)
-            if not hanging_up.done():
-                hanging_up.cancel()
+            if not hanging_up.cancel():
+                hanging_up.exception()  # seen: it has nothing to say about a session that nobody needs
 
     async def _side(self, fn: Callable[..., T], label: str, *args: Any) -> T:
         assert self._around is not None

@@ -118,7 +118,11 @@ class Peers(Protocol):
         """Open a session as soon as the parameter servers are there and the model is ready."""
 
     async def watch(self) -> None:
-        """Look at the others now and then; a service of the session."""
+        """Look at the others now and then; a service of the session.
+
+        Raises:
+            tf.errors.AbortedError: The model is not the one any more that the session was opened with.
+        """
 
     async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool]) -> None:
         """Wait until nobody changes the model any more, or for as long as nobody is in a hurry."""

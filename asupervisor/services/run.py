@@ -186,7 +186,7 @@ class SupervisedRun:
                 lambda: self._leaving_as(self._outcome()) == "done",
             )
         if settings.peers is not None:
-            host.spawn("cluster", settings.peers.watch, critical=False, on_stop="cancel")
+            host.spawn("cluster", settings.peers.watch, critical=not settings.is_chief, on_stop="cancel")
         return session
 
     def _write_graph(self) -> None:

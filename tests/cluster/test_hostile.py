@@ -177,3 +177,18 @@ def test_a_lost_cluster_is_one_line(cluster: Callable[..., Cluster]) -> None:
     (line,) = (line for line in told if "Error: " in line)
     assert "/job:ps/" in line, told
     assert worker.running
+
+
+@families
+def test_a_worker_is_told_when_the_chief_makes_the_model_anew(cluster: Callable[..., Cluster], family: str) -> None:
+    """Else it would go on with what it knew of the old one, and its updates would mix into the new one unseen."""
+    made = cluster(family=family, save_secs=3600)
+    tasks = made.start_all()
+    tasks["worker-0"].wait_for("step", where=lambda record: record["step"] > 50)
+    tasks["chief-0"].kill()
+    chief = made.start("chief", logdir=f"{made.logdir}-of-another-run")
+    assert chief.wait_for("ready")["step"] < 50
+    told = tasks["worker-0"].wait_for("session.recovering")
+    assert "/job:chief/task:0" in told["message"]
+    assert "makes the model anew" in told["message"]
+    assert tasks["worker-0"].wait_for("step", since=told["t"])["step"] > 0
