@@ -348,4 +348,4 @@ class RecoveryExhausted(SupervisorError):
     def __init__(self, attempts: int, last: BaseException) -> None:
         self.attempts = attempts
         self.last = last
-        super().__init__(f"gave up after {attempts} restarts; the last error was {last!r}")
+        super().__init__(f"gave up after {attempts} restarts; the last error was {describe(last)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from asupervisor import _tf
-from asupervisor.errors import RecoveryExhausted, StopRequested
+from asupervisor.errors import RecoveryExhausted, StopRequested, describe
 from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy
 from asupervisor.runtime.looper import check_arguments
 
@@ -94,7 +94,7 @@ async def train_loop(
             decision = attempt.decide(policy, history, error)
             if not decision.restart:
                 _explain(decision, error)
-            history, reason = decision.history, repr(error)
+            history, reason = decision.history, describe(error)
         if not await _pause(sv, decision, reason):
             return
 

@@ -16,7 +16,7 @@ import anyio
 import tensorflow as tf
 
 from asupervisor import _tf
-from asupervisor.errors import StopRequested
+from asupervisor.errors import StopRequested, describe
 from asupervisor.events import EventSink
 from asupervisor.hooks.merging import Merged
 from asupervisor.hooks.protocol import AsyncSessionRunHook, HookOutcome, checked, is_async
@@ -161,7 +161,9 @@ class HookChain:
             return None
         except Exception as error:
             name = getattr(method, "__qualname__", repr(method))
-            self._emit("hook.failed", f"{name} failed: {error!r}", level="error", hook=name, error=repr(error))
+            self._emit(
+                "hook.failed", f"{name} failed: {describe(error)}", level="error", hook=name, error=describe(error)
+            )
             return error  # not into a list of the caller's: its traceback leads here
         return None
 

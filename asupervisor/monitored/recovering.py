@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.clock import Clock
-from asupervisor.errors import RecoveryExhausted, SessionClosed, StepOutcomeUnknown, StopRequested
+from asupervisor.errors import RecoveryExhausted, SessionClosed, StepOutcomeUnknown, StopRequested, describe
 from asupervisor.events import EventSink
 from asupervisor.hooks.chain import raised_by_a_hook
 from asupervisor.hooks.protocol import HookOutcome
@@ -324,9 +324,9 @@ class Incarnations:
     async def _pause(self, decision: Decision, reason: BaseException, origin: Origin) -> None:
         self._emit(
             "session.recovering",
-            f"recovery {self.history.total} in {decision.delay_secs:.2f} s, because of {reason!r}",
+            f"recovery {self.history.total} in {decision.delay_secs:.2f} s, because of {describe(reason)}",
             level="warning",
-            error=repr(reason),
+            error=describe(reason),
             origin=origin,
             restarts=self.history.total,
             delay_secs=decision.delay_secs,
