@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from asupervisor._timeouts import for_long
+from asupervisor._timeouts import for_save
 from asupervisor.checkpoint import restore as rs
 from asupervisor.checkpoint import snapshot as sn
 from asupervisor.checkpoint.records import SnapshotInfo
@@ -61,11 +61,10 @@ def written_by_saver(
     # published.
     if hasattr(saver, "set_last_checkpoints_with_time"):
         saver.set_last_checkpoints_with_time([])
-    options = for_long(raw)
-    if (
-        options is not None and sn.plain_save_op(raw.graph, saver) is not None
-    ):  # what its `save` does, without a timeout
+    op = sn.plain_save_op(raw.graph, saver) if raw.sess_str else None
+    if op is not None:  # what its `save` does, with another timeout
         prefix = str(temporary / basename)
+        options = for_save(raw, list(op.inputs)[3:])
         raw.run(saver.saver_def.save_tensor_name, {saver.saver_def.filename_tensor_name: prefix}, options=options)
         return basename
     with raw.graph.as_default():
