@@ -266,7 +266,19 @@ class Incarnation:
         except (tf.errors.OpError, RuntimeError):
             return None
 
-    async def only_fills(self, fetches: Any, feed_dict: Any) -> bool:
+    async def run_with_hooks(
+        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
+    ) -> Any:
+        """See `MonitoredSession.run`; what fails is not recovered from here."""
+        if self._hooked is not None:
+            return await self._hooked.run(fetches, feed_dict, options, run_metadata)
+        fills_only = await self._only_fills(fetches, feed_dict)
+        on_thread = self.on_side if fills_only else self.on_device
+        return await self._of.chain.run_from_loop(
+            self.plain, fetches, feed_dict, options, run_metadata, on_thread, fills_only=fills_only
+        )
+
+    async def _only_fills(self, fetches: Any, feed_dict: Any) -> bool:
         """Whether all that a run does is to fill or close a queue."""
         plans: Any = self.plain._plans
         plan = plans.peek(fetches, feed_dict) or await self.on_side(plans.plan, fetches, feed_dict)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import tensorflow as tf
 
 from asupervisor.errors import describe
-from asupervisor.monitored.feeds import StreamPart
 from asupervisor.runtime.calls import boxed
 from asupervisor.session.calls import describe_fetches
 
 if TYPE_CHECKING:
     from asupervisor.monitored.incarnation import Incarnation
-    from asupervisor.monitored.session import MonitoredSession
+    from asupervisor.monitored.lifetime import Lifetime
 
 _NO_STEP: Final = object()
 
@@ -35,32 +34,29 @@ class LockStep:
     the result is there for the next call.
 
     Args:
-        session: Whose steps they are.
+        lifetime: The monitored session whose steps they are.
         incarnation: The session of these steps.
         fetches: See `AsyncSession.steps`.
         feeds: A feed dictionary, None, or a callable or coroutine function that returns the next one.
         max_steps: See `AsyncSession.steps`.
         stop_when: See `AsyncSession.steps`.
-        parts: Where it is while a step is under way.
     """
 
     def __init__(
         self,
-        session: MonitoredSession,
+        lifetime: Lifetime,
         incarnation: Incarnation,
         fetches: Any,
         feeds: Any,
         max_steps: int | None,
         stop_when: Callable[[Any], bool],
-        parts: set[StreamPart],
     ) -> None:
-        self._session = session
+        self._lifetime = lifetime
         self._incarnation = incarnation
         self._fetches = fetches
         self._feeds = feeds
         self._max_steps = max_steps
         self._stop_when = stop_when
-        self._parts = parts
         self._task: asyncio.Task[Any] | None = None
         self._closing = False
         self.steps_run = 0
@@ -74,7 +70,7 @@ class LockStep:
             if self.ended_by is not None:
                 raise StopAsyncIteration
             task = self._task = asyncio.get_running_loop().create_task(self._step(), name="asupervisor step")
-            self._parts.add(self)
+            self._lifetime.stream_parts.add(self)
             task.add_done_callback(self._stepped)
         await asyncio.wait([task])
         self._task = None
@@ -95,11 +91,11 @@ class LockStep:
     def _look_for_the_end(self) -> None:
         if self._max_steps is not None and self.steps_run >= self._max_steps:
             self.ended_by = "max_steps"
-        elif self._session.should_stop() or self._incarnation.coordinator.should_stop():
+        elif self._lifetime.should_stop() or self._incarnation.coordinator.should_stop():
             self.ended_by = "stop"
 
     def _stepped(self, task: asyncio.Task[Any]) -> None:
-        self._parts.discard(self)
+        self._lifetime.stream_parts.discard(self)
 
     def _describe(self) -> str:
         return f"stream of {describe_fetches(self._fetches)}"
@@ -129,10 +125,10 @@ class LockStep:
 
     async def _run(self, feed: Any) -> Any:
         try:
-            result = await self._session._run_on(self._incarnation, self._fetches, feed, None, None)
+            result = await self._incarnation.run_with_hooks(self._fetches, feed)
         except tf.errors.OutOfRangeError as error:
             op = getattr(getattr(error, "op", None), "name", None)
-            self._session._emit(
+            self._lifetime.emit(
                 "stream.end_of_input",
                 f"{self._describe()} has come to the end of its input after {self.steps_run} steps, told by {op}",
                 op=op,
@@ -148,7 +144,7 @@ class LockStep:
     def _tell_of(self, error: Exception) -> None:
         if isinstance(error, tf.errors.CancelledError | RuntimeError) and not self._incarnation.usable:
             return  # an echo of the close
-        self._session._emit(
+        self._lifetime.emit(
             "stream.error_dropped",
             f"{self._describe()} was closed, and its last step has failed: {describe(error)}",
             level="warning",

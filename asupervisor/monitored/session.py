@@ -2,54 +2,42 @@
 
 ::
 
-    MonitoredSession ─ Block, Host: the user's block, its stop state, what stands around it
-        └── Incarnations ─ when a session is replaced
-                └── Incarnation ─ Host: one TensorFlow session with its services
+    MonitoredSession ─ runs, streams and step functions
+        └── Lifetime ─ Block, Host: the user's block, its stop state, what stands around it
+                └── Incarnations ─ when a session is replaced
+                        └── Incarnation ─ Host: one TensorFlow session with its services
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-import anyio
 import tensorflow as tf
 
-from asupervisor import _tf
 from asupervisor.checkpoint.records import CheckpointInfo
 from asupervisor.clock import Clock, SystemClock
 from asupervisor.errors import SessionClosed, StopRequested, WrongEventLoop
 from asupervisor.events import Event, EventHub, Status
-from asupervisor.hooks.chain import HookChain
-from asupervisor.hooks.protocol import HookOutcome, checked, is_async
+from asupervisor.hooks.protocol import checked, is_async
 from asupervisor.monitored.creators import (
     ChiefSessionCreator,
-    Prepared,
     SavingSettings,
     SessionCreator,
     as_ours,
-    prepares,
 )
-from asupervisor.monitored.feeds import StreamPart, end_parts
-from asupervisor.monitored.incarnation import Blueprint, Incarnation
-from asupervisor.monitored.recovering import Incarnations
+from asupervisor.monitored.incarnation import Incarnation
+from asupervisor.monitored.lifetime import Lifetime
 from asupervisor.monitored.stepping import StepContext, check_step_fn
 from asupervisor.monitored.streams import MonitoredSteps
 from asupervisor.recovery import RecoveryPolicy
-from asupervisor.runtime.block import Block
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
-from asupervisor.runtime.host import KILL_GRACE_SECS, Host
-from asupervisor.services.surroundings import Surroundings
 from asupervisor.session.elements import resolve_graph
 from asupervisor.session.session import AsyncSession
 from asupervisor.summary.base import SummaryWriter
-
-CLEAN_ENDS = (tf.errors.OutOfRangeError, StopRequested)
-"""What leaves the body and means a clean end."""
 
 
 class MonitoredSession:
@@ -113,65 +101,33 @@ class MonitoredSession:
         if session_creator is None:
             session_creator = ChiefSessionCreator(graph=graph)
         session_creator = as_ours(session_creator, graph)
-        self._graph = graph or getattr(session_creator, "graph", None) or resolve_graph(None)
-        self._creator = session_creator
-        self._name = _name
-        self._clock = clock or SystemClock()
-        self._hub = EventHub(self._name, self._clock)
-        self._emit = self._hub.emit
-        self._recovery_wait_secs = recovery_wait_secs
-        self._saving = _saving
-        self._stop_grace_secs = stop_grace_period_secs
-        self._chief_hooks = _chief_hooks
-        self._chain = HookChain(tuple(hooks or ()), self._emit)
-        # No error that a thread or a service reports is a clean end; what the body raises is looked at in `_leave`.
-        self._coord = Coordinator((StopRequested,), consequence_types=(tf.errors.CancelledError,), emit=self._emit)
-        peers = getattr(session_creator, "peers", None)
-        if recovery is None:
-            recovery = RecoveryPolicy() if peers is None else RecoveryPolicy.for_cluster()
-        if peers is not None:
-            peers.allow_reinit = recovery.allow_reinit
-        self._incarnations = Incarnations(self._name, recovery, self._coord, self._clock, self._emit)
-        self._executor = executor
-        self._writer = None if _writer is None else _writer(self._hub)
-        self._around: Surroundings | None = None
-        self._block: Block[MonitoredSession] | None = None
-        self._host: Host[MonitoredSession] | None = None
-        self._ending: HookOutcome | None = None
-        self._outcome: str | None = None
-        self._closed = False
-        self._was_finalized = False
-        self._released = False
-        self._last_status: Status | None = None
-        self._stream_parts: set[StreamPart] = set()
+        graph = graph or getattr(session_creator, "graph", None) or resolve_graph(None)
+        self._lifetime = Lifetime(
+            _name,
+            session_creator,
+            graph,
+            tuple(hooks or ()),
+            chief_hooks=_chief_hooks,
+            saving=_saving,
+            writer=_writer,
+            stop_grace_secs=stop_grace_period_secs,
+            recovery=recovery,
+            recovery_wait_secs=recovery_wait_secs,
+            clock=clock or SystemClock(),
+            executor=executor,
+        )
+        self._incarnations = self._lifetime.incarnations
 
     # ------------------------------------------------------------------ enter and exit
 
     async def open(self) -> Self:
         """Enter without a block; end it by `await close()`."""
-        try:
-            await self._new_block().enter(attached=False)
-        except BaseException:
-            self._not_entered()
-            raise
-        self._incarnations.told_to_stop()
+        await self._lifetime.open()
         return self
 
     async def __aenter__(self) -> Self:
-        try:
-            # Directly: the block looks at the frames above to see whether its body runs in this task.
-            await self._new_block().__aenter__()
-        except BaseException:
-            self._not_entered()
-            raise
-        self._incarnations.told_to_stop()
+        await self._lifetime.__aenter__()
         return self
-
-    def _not_entered(self) -> None:
-        """One try only: the hooks have had their last call. What has failed has a traceback that leads here."""
-        if self._host is None or self._host.finished:
-            self._closed = True
-            self._block = self._host = self._ending = None
 
     async def __aexit__(
         self,
@@ -179,206 +135,16 @@ class MonitoredSession:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if self._block is None and exc is None and self._incarnations.policy.original:
+        if not self._lifetime.entered and exc is None and self._incarnations.policy.original:
             raise RuntimeError("Session is already closed.")
         try:
-            return await self._leave(exc)
+            return await self._lifetime.leave(exc)
         finally:
             del exc, traceback
 
     async def close(self) -> None:
         """End the session; idempotent. See the class for what that does and what leaves."""
-        await self._leave(None)
-
-    async def _leave(self, exc: BaseException | None) -> bool:
-        block, self._block = self._block, None
-        if block is None:
-            return False
-        self._closed = True
-        clean = isinstance(exc, CLEAN_ENDS)
-        overdue = block.sent_cancel and isinstance(exc, asyncio.CancelledError)  # it is ours, because of a stop
-        if exc is None or clean or overdue:
-            stopped = self._stop_asked() or isinstance(exc, StopRequested)
-            self._ending = HookOutcome("stopped" if stopped else "finished", told_by=exc if clean else None)
-            if not self._coord.should_stop():
-                self._incarnations.leave()
-            if clean and exc is not None:
-                self._tell_of_clean_end(exc)
-        elif not isinstance(exc, Exception):
-            self._ending = HookOutcome("cancelled", exc)
-        try:
-            return await block.exit(None if clean else exc) or clean
-        finally:
-            self._ending = self._host = None
-            del exc, block, self
-
-    def _stop_asked(self) -> bool:
-        """Whether a hook or anybody else has requested a stop, the end of the block aside; any thread."""
-        return self._chain.stop_requested or self._coord.should_stop() or self._incarnations.should_stop()
-
-    def _tell_of_clean_end(self, error: BaseException) -> None:
-        op = getattr(getattr(error, "op", None), "name", None)
-        text = str(error).strip().partition("\n")[0]
-        self._emit(
-            "stop.clean",
-            f"clean end, told by {op or 'the body'}: {type(error).__name__}: {text}",
-            where="the body",
-            op=op,
-            error=repr(error),
-        )
-
-    def _new_block(self) -> Block[MonitoredSession]:
-        if self._block is not None or self._closed:
-            raise SessionClosed(self._name)
-        self._block = Block(self._new_host)
-        return self._block
-
-    def _new_host(self) -> Host[MonitoredSession]:
-        saving = self._saving
-        logdir = None if saving is None else getattr(self._creator, "checkpoint_dir", None)
-        self._around = around = Surroundings(
-            self._name, self._coord, self._hub, executor=self._executor, writer=self._writer, logdir=logdir
-        )
-        self._host = host = Host(
-            self._name,
-            self._coord,
-            startup=self._start,
-            settle=self._settle,
-            release=self._release,
-            close_now=around.close_now,
-            stragglers=around.stragglers,
-            # The session's own host gives the grace to its services; this one waits for that.
-            stop_grace_secs=self._stop_grace_secs,
-            emit=self._emit,
-        )
-        return host
-
-    async def _start(self, host: Host[MonitoredSession]) -> MonitoredSession:
-        around = self._around
-        assert around is not None
-        try:
-            await around.open()
-            self._was_finalized = self._graph.finalized
-            await self._chain.begin(self._on_thread)
-            prepared = await self._on_thread(self._prepare) if prepares(self._creator) else None
-            blueprint = Blueprint(
-                around=around,
-                creator=self._creator,
-                prepared=prepared,
-                graph=self._graph,
-                chain=self._chain,
-                chief_hooks=self._chief_hooks,
-                services=self._saving is not None,
-                stop_grace_secs=self._stop_grace_secs,
-                hurried=lambda: host.interrupted,
-            )
-            await self._incarnations.begin(blueprint, host)
-        except StopRequested as error:
-            self._ending = HookOutcome("stopped", told_by=error)
-            raise
-        except Exception as error:
-            self._ending = HookOutcome("error", error)
-            raise
-        except BaseException as error:
-            # A requested stop aborts the start by a cancellation, too.
-            stopped = self._coord.should_stop() and not host.interrupted
-            self._ending = HookOutcome("stopped") if stopped else HookOutcome("cancelled", error)
-            raise
-        return self
-
-    def _prepare(self) -> Prepared:
-        creator: Any = self._creator
-        prepared: Prepared = creator.prepare(
-            name=self._name,
-            saving=self._saving,
-            stop_grace_secs=self._stop_grace_secs,
-            recovery_wait_secs=self._recovery_wait_secs,
-            clock=self._clock,
-            emit=self._emit,
-        )
-        if self._released and not self._was_finalized:  # nobody waits for it any more
-            _tf.unfinalize(self._graph)
-        return prepared
-
-    async def _on_thread(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn(*args)` on the device thread with the graph entered, with or without a session."""
-        current = self._incarnations.current
-        if current is not None and current.usable:
-            return await current.on_device(fn, *args)
-        assert self._around is not None
-        graph = self._graph
-
-        def call() -> Any:
-            with graph.as_default():
-                return fn(*args)
-
-        return await self._around.executor.call(call, label=getattr(fn, "__qualname__", "hook"))
-
-    # ------------------------------------------------------------------ the end
-
-    async def _settle(self) -> None:
-        """What streams have under way, then the hooks, the final save, the feeders and the session."""
-        await end_parts(self._stream_parts, KILL_GRACE_SECS, self._emit)
-        outcome = self._how_it_ends()
-        current = self._incarnations.current
-        session = None if current is None or not current.usable else current.plain
-        for error in await self._chain.end(session, outcome, self._on_thread):
-            self._coord.record(error, "a hook's last call")
-            outcome = HookOutcome("error", error)
-        self._note_outcome(outcome)
-        hurry = self._host is not None and self._host.interrupted
-        await self._incarnations.end(outcome, hurry=hurry)
-        if current is None or current.loss is not None:
-            return
-        error_of_service = current.coordinator.error
-        if error_of_service is not None and error_of_service is not self._coord.error:
-            self._coord.record(error_of_service, "a service")
-
-    def _how_it_ends(self) -> HookOutcome:
-        error = self._coord.error
-        if self._ending is not None and not self._ending.clean:
-            return self._ending
-        if error is not None:
-            return HookOutcome("error", error)
-        if self._ending is not None:
-            return self._ending
-        host = self._host
-        return HookOutcome("cancelled" if host is not None and host.interrupted else "stopped")
-
-    def _note_outcome(self, outcome: HookOutcome) -> None:
-        if self._outcome is not None:
-            return
-        self._outcome = outcome.reason
-        told_by = outcome.error or outcome.told_by
-        self._emit(
-            "session.outcome",
-            f"outcome: {outcome.reason}" + ("" if told_by is None else f", {told_by!r}"),
-            reason=outcome.reason,
-            error=None if outcome.error is None else repr(outcome.error),
-            told_by=None if outcome.told_by is None else repr(outcome.told_by),
-            op=getattr(getattr(told_by, "op", None), "name", None),
-            restarts=self._incarnations.history.total,
-        )
-
-    async def _release(self) -> None:
-        assert self._around is not None
-        # A startup that failed, or last words that were cut short: what began gets its last call.
-        outcome = self._how_it_ends()
-        try:
-            await end_parts(self._stream_parts, KILL_GRACE_SECS, self._emit)
-            with anyio.move_on_after(KILL_GRACE_SECS):  # the device thread may be stuck
-                await self._chain.end(None, outcome, self._on_thread)
-            self._chain.tell_of_missing_calls()
-            self._note_outcome(outcome)
-            await self._incarnations.end(outcome, lost=True)
-        finally:
-            self._last_status = self.status()
-            self._incarnations.forget()
-            await self._around.close()
-            self._around = None
-            self._released = True
-            if not self._was_finalized:
-                _tf.unfinalize(self._graph)
+        await self._lifetime.leave(None)
 
     # ------------------------------------------------------------------ runs
 
@@ -405,32 +171,16 @@ class MonitoredSession:
 
     async def _run(self, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any) -> Any:
         while True:
-            incarnation = await self._usable()
-            self._chain.check_may_run()
+            incarnation = await self._lifetime.usable()
+            self._lifetime.chain.check_may_run()
             try:
-                return await self._run_on(incarnation, fetches, feed_dict, options, run_metadata)
+                return await incarnation.run_with_hooks(fetches, feed_dict, options, run_metadata)
             except StopRequested:
                 raise
             except Exception as error:
                 await self._incarnations.recover(
                     incarnation, error, harmless=lambda current: current.changes_nothing(fetches, feed_dict)
                 )
-
-    async def _usable(self) -> Incarnation:
-        if self._closed or self._host is None:
-            raise SessionClosed(self._name)
-        return await self._incarnations.get()
-
-    async def _run_on(
-        self, incarnation: Incarnation, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any
-    ) -> Any:
-        if incarnation.hooked is not None:
-            return await incarnation.hooked.run(fetches, feed_dict, options, run_metadata)
-        fills_only = await incarnation.only_fills(fetches, feed_dict)
-        on_thread = incarnation.on_side if fills_only else incarnation.on_device
-        return await self._chain.run_from_loop(
-            incarnation.plain, fetches, feed_dict, options, run_metadata, on_thread, fills_only=fills_only
-        )
 
     async def run_step_fn(self, step_fn: Callable[..., Any]) -> Any:
         """Run a function that makes one step of several runs, with and without hooks.
@@ -451,7 +201,7 @@ class MonitoredSession:
         """
         check_step_fn(step_fn)
         while True:
-            incarnation = await self._usable()
+            incarnation = await self._lifetime.usable()
             try:
                 return await self._step(incarnation, step_fn)
             except StopRequested:
@@ -463,13 +213,7 @@ class MonitoredSession:
 
     async def _step(self, incarnation: Incarnation, step_fn: Callable[..., Any]) -> Any:
         if is_async(step_fn):
-
-            async def with_hooks(
-                fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
-            ) -> Any:
-                return await self._run_on(incarnation, fetches, feed_dict, options, run_metadata)
-
-            return await step_fn(StepContext(incarnation.plain, with_hooks, True))
+            return await step_fn(StepContext(incarnation.plain, incarnation.run_with_hooks, True))
         hooked = incarnation.hooked
         if hooked is None:
             raise TypeError("with hooks that are coroutine functions, `step_fn` must be one, too")
@@ -506,11 +250,11 @@ class MonitoredSession:
 
     def should_stop(self) -> bool:
         """Whether the loop around the runs should end; any thread."""
-        return self._closed or self._stop_asked()
+        return self._lifetime.should_stop()
 
     def request_stop(self, ex: Any = None) -> None:
         """Ask for a stop, with an error or without; any thread. See `Coordinator.request_stop`."""
-        self._coord.request_stop(ex)
+        self._lifetime.coord.request_stop(ex)
 
     def pause(self) -> None:
         """Hold training runs and streams between two steps, over recoveries, too. A stop releases them."""
@@ -525,12 +269,12 @@ class MonitoredSession:
     @property
     def coord(self) -> Coordinator:
         """The stop state of the block."""
-        return self._coord
+        return self._lifetime.coord
 
     @property
     def graph(self) -> tf.Graph:
         """The graph."""
-        return self._graph
+        return self._lifetime.graph
 
     @property
     def plain(self) -> AsyncSession:
@@ -541,7 +285,7 @@ class MonitoredSession:
         """
         current = self._incarnations.current
         if current is None or not current.usable:
-            raise SessionClosed(self._name)
+            raise SessionClosed(self._lifetime.name)
         return current.plain
 
     async def save(self) -> CheckpointInfo:
@@ -550,24 +294,11 @@ class MonitoredSession:
         Raises:
             RuntimeError: This session does not save: there is no checkpoint directory, or it is a worker's.
         """
-        return await (await self._usable()).save()
+        return await (await self._lifetime.usable()).save()
 
     def status(self) -> Status:
         """How it stands; any thread, never blocks."""
-        current, host = self._incarnations.current, self._host
-        status = None if current is None else current.status()
-        if status is None:
-            status = self._last_status or Status(self._name, "idle", getattr(self._creator, "is_chief", True), None)
-        state: Any = "stopped" if self._closed and host is None else host.state if host is not None else "idle"
-        error = self._coord.error
-        return replace(
-            status,
-            name=self._name,
-            state=state,
-            restarts=self._incarnations.history.total,
-            outcome=self._outcome,
-            error=status.error if error is None else repr(error),
-        )
+        return self._lifetime.status()
 
     @property
     def recoveries(self) -> int:
@@ -577,14 +308,14 @@ class MonitoredSession:
     @property
     def outcome(self) -> str | None:
         """How it ended: ``finished``, ``stopped``, ``error`` or ``cancelled``, as `HookOutcome`; None before that."""
-        return self._outcome
+        return self._lifetime.outcome
 
     def events(self) -> AsyncIterator[Event]:
         """An iterator over the events from now on, which ends with the session; on the event loop.
 
         Before the start it waits for that; after the end it ends at once.
         """
-        return self._hub.subscribe(wait=False)
+        return self._lifetime.hub.subscribe(wait=False)
 
 
 class SingularMonitoredSession(MonitoredSession):

@@ -62,9 +62,9 @@ class MonitoredSteps:
     ) -> None:
         if ahead < 0 or (max_steps is not None and max_steps < 0):
             raise ValueError(f"ahead and max_steps must not be negative: ahead={ahead}, max_steps={max_steps}")
-        self._session = session
+        self._lifetime = session._lifetime
         self._fetches = fetches
-        self._feeds = KeptFeeds(feeds, copy_feeds, session._stream_parts)
+        self._feeds = KeptFeeds(feeds, copy_feeds, self._lifetime.stream_parts)
         self._max_steps = max_steps
         self._ahead = ahead
         self._stop_when = stop_when
@@ -135,15 +135,15 @@ class MonitoredSteps:
 
     async def _open(self) -> bool:
         """Make a stream on the present session; False where there is nothing to run any more."""
-        session, left = self._session, self._left()
-        if session.should_stop() and not session._closed:
+        lifetime, left = self._lifetime, self._left()
+        if lifetime.should_stop() and not lifetime.closed:
             await self._end("stop")
             return False
         if left == 0:
             await self._end("max_steps")
             return False
-        self._incarnation = incarnation = await session._usable()
-        chain, stop_when, kept = session._chain, self._stop_when, self._feeds
+        self._incarnation = incarnation = await lifetime.usable()
+        chain, stop_when, kept = lifetime.chain, self._stop_when, self._feeds
         lock_step = incarnation.hooked is None or self._ahead == 0
         self._share = share = kept.share(incarnation.plain.executor, lock_step)
 
@@ -154,7 +154,7 @@ class MonitoredSteps:
 
         feeds, self._results_of_stream = kept.of(share), 0
         if incarnation.hooked is None:
-            self._stream = LockStep(session, incarnation, self._fetches, feeds, left, stops, session._stream_parts)
+            self._stream = LockStep(lifetime, incarnation, self._fetches, feeds, left, stops)
         else:
             self._stream = incarnation.hooked.steps(
                 self._fetches,
@@ -173,12 +173,12 @@ class MonitoredSteps:
 
     def _ended(self) -> None:
         """The stream has ended: for good, or with its session only."""
-        incarnation, session, why = self._incarnation, self._session, self._stream.ended_by
+        incarnation, why = self._incarnation, self._stream.ended_by
         assert incarnation is not None
         lost = incarnation.coordinator.error is not None or incarnation.loss is not None
         if self._feeds.closed:  # by the end of the session
             why = "stop"
-        elif why in ("stop", "closed") and lost and not session.should_stop():
+        elif why in ("stop", "closed") and lost and not self._lifetime.should_stop():
             self._failed(SessionClosed("the session of a stream"))
             return
         self._ended_by = why or "stop"
@@ -205,9 +205,9 @@ class MonitoredSteps:
         try:
             await failure.stream.aclose()
             if failure.between_steps:
-                await self._session._usable()  # which recovers
+                await self._lifetime.usable()  # which recovers
             else:
-                await self._session._incarnations.recover(
+                await self._lifetime.incarnations.recover(
                     incarnation, error, harmless=lambda current: current.changes_nothing(fetches, None)
                 )
             self._failure = None
