@@ -2,16 +2,16 @@
 
 ::
 
-    managed_session() ─ Block (the caller's task) ─ Host (two tasks of its own) ─ SupervisedRun (one session's parts)
+    Supervisor ─ SupervisorProperties: what can be read; Parts: what its constructor has made
+        └── managed_session() ─ Block: the caller's task
+                └── HostedRun ─ Host (two tasks of its own), SupervisedRun (one session's parts)
 
-This module is the public face: arguments, properties, methods. What happens in one session, from the lock on the
-logdir to the STOP record, is `services/run.py`; how a block is entered and left is `runtime/block.py`.
+This module is the public face: arguments and methods. What a session consists of, from the lock on the logdir to the
+STOP record, is `services/hosted_run.py` and `services/run.py`; how a block is entered and left is `runtime/block.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -20,35 +20,31 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from asupervisor.checkpoint.records import CheckpointInfo, NonFinitePolicy
-from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock, SystemClock
-from asupervisor.errors import SessionActive, WrongEventLoop
+from asupervisor.errors import SessionActive
 from asupervisor.events import Event, EventHub, Status
 from asupervisor.runtime.block import Block
 from asupervisor.runtime.coordinator import Coordinator, StopOnException
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.runtime.host import Host
-from asupervisor.runtime.looper import LooperTask, check_arguments
+from asupervisor.runtime.looper import LooperTask
 from asupervisor.runtime.service import Service
 from asupervisor.services import arguments
-from asupervisor.services.peers import ClusterTask, Peers, check_trains
-from asupervisor.services.run import SupervisedRun
+from asupervisor.services.hosted_run import HostedRun
+from asupervisor.services.parts import Parts, make_store, make_writer
+from asupervisor.services.peers import ClusterTask, check_trains
+from asupervisor.services.properties import SupervisorProperties
 from asupervisor.services.settings import RunSettings
-from asupervisor.services.surroundings import Surroundings
 from asupervisor.services.sync_replicas import SyncReplicas
 from asupervisor.session import elements
-from asupervisor.session.arguments import check_init_fn, is_async
+from asupervisor.session.arguments import check_init_fn
 from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
-from asupervisor.summary.adapter import adapt
-from asupervisor.summary.base import SummaryWriter
-from asupervisor.summary.writer import EventFileWriter
 
-tf1 = tf.compat.v1
 _numbers = itertools.count(1)
 
 
-class Supervisor:
+class Supervisor(SupervisorProperties):
     """Initialises, restores, saves, summarises and watches over the training of one graph, inside an event loop.
 
     ::
@@ -213,7 +209,7 @@ class Supervisor:
         arguments.check_executor(executor)
         clean_types = arguments.checked_clean_types(clean_stop_exception_types)
         manager = None if session_manager is None else arguments.adapted_session_manager(session_manager, graph)
-        self._elements = elements.find_or_add_elements(
+        found = elements.find_or_add_elements(
             graph,
             ready_op=ready_op,
             ready_for_local_init_op=ready_for_local_init_op,
@@ -224,21 +220,13 @@ class Supervisor:
             global_step=global_step,
         )
         sync = None if sync_replicas is None else SyncReplicas(sync_replicas, graph, is_chief)
-        arguments.check_restores(self._elements.saver, explicit or begin_from)
+        arguments.check_restores(found.saver, explicit or begin_from)
         self.name = name or f"supervisor-{next(_numbers)}"
-        self._clock = clock or SystemClock()
-        self._hub = EventHub(self.name, self._clock)
-        self._coord = Coordinator(
-            clean_types,
-            consequence_types=(tf.errors.CancelledError,),
-            emit=self._hub.emit,
-        )
-        self._given_dir = given_dir
-        self._init_feed_dict = init_feed_dict
-        self._is_chief = is_chief
-        self._settings = RunSettings(
+        clock = clock or SystemClock()
+        hub = EventHub(self.name, clock)
+        settings = RunSettings(
             name=self.name,
-            elements=self._elements,
+            elements=found,
             is_chief=is_chief,
             logdir=chief_dir,
             checkpoint_basename=checkpoint_basename,
@@ -251,161 +239,37 @@ class Supervisor:
             save_model_steps=save_model_steps or None if is_chief else None,
             save_on_exit=save_on_exit,
             stop_grace_secs=stop_grace_secs,
-            clock=self._clock,
+            clock=clock,
             fresh_start=fresh_start,
             peers=None if task is None else task.peers,
             sync_replicas=sync,
         )
-        self._save_summaries_secs = save_summaries_secs if is_chief else None
-        self._save_model_secs = save_model_secs if is_chief else None
-        self._session_manager = manager or SessionManager(
-            local_init_op=self._elements.local_init_op,
-            ready_op=self._elements.ready_op,
-            ready_for_local_init_op=self._elements.ready_for_local_init_op,
-            graph=graph,
-            recovery_wait_secs=recovery_wait_secs,
-            local_init_run_options=local_init_run_options,
+        self._parts = Parts(
+            settings=settings,
+            session_manager=manager
+            or SessionManager(
+                local_init_op=found.local_init_op,
+                ready_op=found.ready_op,
+                ready_for_local_init_op=found.ready_for_local_init_op,
+                graph=graph,
+                recovery_wait_secs=recovery_wait_secs,
+                local_init_run_options=local_init_run_options,
+            ),
+            coordinator=Coordinator(clean_types, consequence_types=(tf.errors.CancelledError,), emit=hub.emit),
+            hub=hub,
+            store=make_store(
+                settings, hub, retention=retention, nonfinite=nonfinite, init_from=begin_from, partial=partial_restore
+            ),
+            writer=make_writer(settings, hub, summary_writer),
+            executor=executor,
+            journal=journal,
+            handle_signals=handle_signals,
+            given_dir=given_dir,
+            save_summaries_secs=save_summaries_secs if is_chief else None,
+            save_model_secs=save_model_secs if is_chief else None,
         )
-        self._executor = executor
-        self._journal = journal
-        self._handle_signals = handle_signals
-        self._around: Surroundings | None = None
-        self._closes_writer = True
-        self._run: SupervisedRun | None = None
-        self._host: Host[AsyncSession] | None = None
-        self._store = self._make_store(retention, nonfinite, fresh_start, begin_from, partial_restore)
-        self._writer = self._make_writer(summary_writer) if is_chief else None
+        self._hosted: HostedRun | None = None  # the present session, or the last one
         graph.finalize()
-
-    def _make_store(
-        self,
-        retention: Any,
-        nonfinite: NonFinitePolicy,
-        fresh_start: bool,
-        init_from: str | None,
-        partial: bool | None,
-    ) -> CheckpointStore | None:
-        settings = self._settings
-        place = settings.logdir if settings.saves else None
-        if place is None and settings.checkpoint_filename_with_path is not None:
-            place = os.path.dirname(settings.checkpoint_filename_with_path)  # noqa: PTH120 (it may be an address)
-        if place is None or (not settings.saves and "://" in place):  # TensorFlow itself reads such
-            return None
-        return CheckpointStore(
-            place,
-            settings.elements.graph,
-            settings.elements.saver,
-            basename=settings.checkpoint_basename,
-            global_step=settings.elements.global_step,
-            retention=retention,
-            nonfinite=nonfinite,
-            fresh_start=fresh_start,
-            init_from=init_from,
-            partial=partial,
-            read_only=not settings.saves,
-            init_feed_dict=settings.init_feed_dict,
-            clock=self._clock,
-            emit=self._hub.emit,
-        )
-
-    def _make_writer(self, summary_writer: Any) -> SummaryWriter | None:
-        """The user's writer, adapted; our own where there is a logdir; or none."""
-        if summary_writer is None:
-            return None
-        if summary_writer is not elements.USE_DEFAULT:
-            return adapt(summary_writer, emit=self._hub.emit, clock=self._clock)
-        if self._settings.logdir is None:
-            return None
-        return EventFileWriter(self._settings.logdir, emit=self._hub.emit, clock=self._clock)
-
-    # ------------------------------------------------------------------ properties
-
-    @property
-    def graph(self) -> tf.Graph:
-        """The graph."""
-        return self._elements.graph
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is a chief supervisor."""
-        return self._is_chief
-
-    @property
-    def session_manager(self) -> Any:
-        """The SessionManager that prepares the sessions."""
-        return self._session_manager
-
-    @property
-    def coord(self) -> Coordinator:
-        """The Coordinator."""
-        return self._coord
-
-    @property
-    def peers(self) -> Peers | None:
-        """The other tasks of the cluster; None without one."""
-        return self._settings.peers
-
-    @property
-    def init_op(self) -> Any:
-        """The op that initialises the model, or None."""
-        return self._elements.init_op
-
-    @property
-    def init_feed_dict(self) -> Mapping[Any, Any] | None:
-        """What is fed to `init_op`, or None."""
-        return self._init_feed_dict
-
-    @property
-    def ready_op(self) -> Any:
-        """The op that tells whether the model is ready, or None."""
-        return self._elements.ready_op
-
-    @property
-    def ready_for_local_init_op(self) -> Any:
-        """The op that tells whether the model is ready for `local_init_op`, or None."""
-        return self._elements.ready_for_local_init_op
-
-    @property
-    def local_init_op(self) -> Any:
-        """The op that initialises what is local to this process, or None."""
-        return self._elements.local_init_op
-
-    @property
-    def summary_writer(self) -> Any:
-        """The writer of the event file, or None."""
-        return self._writer
-
-    @property
-    def summary_op(self) -> Any:
-        """The summary op, or None."""
-        return self._elements.summary_op
-
-    @property
-    def save_summaries_secs(self) -> float | None:
-        """Seconds between summaries; None for a non-chief."""
-        return self._save_summaries_secs
-
-    @property
-    def global_step(self) -> Any:
-        """The global step tensor, or None."""
-        return self._elements.global_step
-
-    @property
-    def saver(self) -> Any:
-        """The saver, or None."""
-        return self._elements.saver
-
-    @property
-    def save_model_secs(self) -> float | None:
-        """Seconds between checkpoints; None for a non-chief."""
-        return self._save_model_secs
-
-    @property
-    def save_path(self) -> str | None:
-        """First part of the paths of checkpoints; None without a logdir and for a non-chief."""
-        if self._given_dir is None:
-            return None
-        return os.path.join(self._given_dir, self._settings.checkpoint_basename)  # noqa: PTH118 (as TensorFlow's)
 
     # ------------------------------------------------------------------ sessions
 
@@ -443,7 +307,15 @@ class Supervisor:
         """
 
         def make_host() -> Host[AsyncSession]:
-            return self._new_host(master, config, start_standard_services, close_summary_writer, False, 7200)
+            self._check_free()
+            self._hosted = HostedRun(
+                self._parts,
+                master,
+                config,
+                start_standard_services=start_standard_services,
+                close_summary_writer=close_summary_writer,
+            )
+            return self._hosted.host
 
         return Block(make_host, cancel_body=cancel_body)
 
@@ -479,99 +351,36 @@ class Supervisor:
 
         Source: `tf.compat.v1.train.Supervisor.prepare_or_wait_for_session`.
         """
-        host = self._new_host(master, config, start_standard_services, True, wait_for_checkpoint, max_wait_secs)
-        return await host.start()
-
-    def _new_host(
-        self,
-        master: str,
-        config: Any,
-        start_standard_services: bool,
-        close_summary_writer: bool,
-        wait_for_checkpoint: bool,
-        max_wait_secs: float,
-    ) -> Host[AsyncSession]:
-        if self._host is not None and not self._host.finished:
-            if not self._host.loop.is_closed():
-                raise SessionActive(self.name)
-            self._host.abandon()  # its loop was closed under it: give back what it holds
-        self._closes_writer = close_summary_writer
-        self._hub.open()
-        self._around = around = Surroundings(
-            self.name,
-            self._coord,
-            self._hub,
-            executor=self._executor,
-            writer=self._writer,
-            logdir=self._settings.logdir,
-            journal=self._journal,
-            handle_signals=self._handle_signals,
+        self._check_free()
+        self._hosted = HostedRun(
+            self._parts,
+            master,
+            config,
+            start_standard_services=start_standard_services,
+            wait_for_checkpoint=wait_for_checkpoint,
+            max_wait_secs=max_wait_secs,
         )
-        self._run = run = SupervisedRun(
-            self._settings, around, store=self._store, session_manager=self._session_manager
-        )
+        return await self._hosted.host.start()
 
-        async def startup(host: Host[AsyncSession]) -> AsyncSession:
-            await around.open(None if self._store is None else self._store.run_id)
-            return await run.start(
-                host,
-                master=master,
-                config=config,
-                wait_for_checkpoint=wait_for_checkpoint,
-                max_wait_secs=max_wait_secs,
-                start_standard_services=start_standard_services,
-            )
+    def _check_free(self) -> None:
+        """Raise SessionActive where there is a session already."""
+        if self._hosted is None or self._hosted.host.finished:
+            return
+        if not self._hosted.host.loop.is_closed():
+            raise SessionActive(self.name)
+        self._hosted.host.abandon()  # its loop was closed under it: give back what it holds
 
-        async def release() -> None:
-            try:
-                await run.release()
-            finally:
-                await around.close(self._closes_writer)
-
-        self._host = host = Host(
-            self.name,
-            self._coord,
-            startup=startup,
-            settle=run.settle,
-            release=release,
-            close_now=around.close_now,
-            stragglers=around.stragglers,
-            stop_grace_secs=self._settings.stop_grace_secs,
-            emit=self._hub.emit,
-        )
-        return host
-
-    def _active(self, what: str) -> tuple[Host[AsyncSession], SupervisedRun]:
-        """The session's host and parts, where there is one on this loop.
+    def _active(self, what: str, sess: Any = None) -> HostedRun:
+        """The session that there is, for a method that needs one; see `HostedRun.check_caller` for what it raises.
 
         Raises:
-            RuntimeError: There is no session.
-            WrongEventLoop: It belongs to another event loop.
+            RuntimeError: There is none.
         """
-        host, run = self._host, self._run
-        if host is None or run is None or host.finished:
+        hosted = self._hosted
+        if hosted is None or hosted.host.finished:
             raise RuntimeError(f"{what} needs an active session of {self.name}: enter managed_session() first")
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        if here is not host.loop:
-            raise WrongEventLoop(
-                f"{what} of {self.name} was called off the event loop of its session",
-                "Call it on that loop, or from a thread by loop.call_soon_threadsafe.",
-            )
-        return host, run
-
-    def _active_with(self, what: str, sess: Any) -> tuple[Host[AsyncSession], SupervisedRun]:
-        """`_active` for a method that is handed the session.
-
-        Raises:
-            ValueError: It is the session of somebody else.
-        """
-        host, run = self._active(what)
-        if isinstance(sess, AsyncSession) and sess is not run.session:
-            raise ValueError(f"{what} of {self.name} was given another session than its own")
-        return host, run
+        hosted.check_caller(what, sess)
+        return hosted
 
     # ------------------------------------------------------------------ services
 
@@ -590,12 +399,12 @@ class Supervisor:
 
         Source: `tf.compat.v1.train.Supervisor.start_standard_services`.
         """
-        if not self._is_chief:
+        if not self.is_chief:
             raise RuntimeError(
                 "Only chief supervisor can start standard services. Because only chief supervisors can write events."
             )
-        host, run = self._active_with("start_standard_services()", sess)
-        return run.start_standard_services(host, sess)
+        hosted = self._active("start_standard_services()", sess)
+        return hosted.run.start_standard_services(hosted.host, sess)
 
     def start_queue_runners(self, sess: AsyncSession, queue_runners: Iterable[Any] | None = None) -> list[Service]:
         """Start feeders for the graph's QueueRunners, or for those given; `managed_session` does so by itself.
@@ -614,8 +423,8 @@ class Supervisor:
 
         Source: `tf.compat.v1.train.Supervisor.start_queue_runners`.
         """
-        host, run = self._active_with("start_queue_runners()", sess)
-        return run.start_queue_runners(host, sess, queue_runners)
+        hosted = self._active("start_queue_runners()", sess)
+        return hosted.run.start_queue_runners(hosted.host, sess, queue_runners)
 
     def loop(
         self,
@@ -644,12 +453,7 @@ class Supervisor:
 
         Source: `tf.compat.v1.train.Supervisor.loop`.
         """
-        host, run = self._active("loop()")
-        looper = LooperTask(
-            self._coord, timer_interval_secs, target, args, kwargs, clock=self._clock, run_sync=run.run_sync
-        )
-        host.spawn(looper.name, looper.run)
-        return looper
+        return self._active("loop()").loop(timer_interval_secs, target, args, kwargs)
 
     def start_soon(self, async_fn: Callable[..., Awaitable[Any]], *args: Any, name: str | None = None) -> Service:
         """Start a task that the session supervises: an exception stops everything, and the stop awaits its end.
@@ -668,35 +472,15 @@ class Supervisor:
             RuntimeError: Without an active session.
             TypeError: `async_fn` cannot be called with these arguments, or is not async.
         """
-        host, _ = self._active("start_soon()")
-        if inspect.iscoroutine(async_fn):
-            raise TypeError(
-                "start_soon() takes a coroutine function and its arguments, not a coroutine: leave out the ()"
-            )
-        check_arguments(async_fn, args, {})
-        name = name or str(getattr(async_fn, "__name__", "task"))
-        if is_async(async_fn):
-            return host.spawn(name, async_fn, *args)
-        # Whether a plain callable is meant (a partial, a lambda, a decorated function), only its result can tell.
-        awaitable = async_fn(*args)
-        if not inspect.isawaitable(awaitable):
-            raise TypeError(
-                f"start_soon() needs a coroutine function: {name} returned {awaitable!r}, which cannot be awaited. "
-                "For a plain function use loop(), or asyncio.to_thread."
-            )
-
-        async def run() -> None:
-            await awaitable
-
-        return host.spawn(name, run)
+        return self._active("start_soon()").start_soon(async_fn, args, name)
 
     def pause(self) -> None:
         """Hold training runs and streams between two steps; everything else proceeds. A stop releases them."""
-        self._active("pause()")[1].session.pause()
+        self._active("pause()").run.session.pause()
 
     def resume(self) -> None:
         """End a `pause`."""
-        self._active("resume()")[1].session.resume()
+        self._active("resume()").run.session.resume()
 
     async def save(self) -> CheckpointInfo:
         """Save the model now, between two steps; training goes on while it is written.
@@ -708,7 +492,7 @@ class Supervisor:
             RuntimeError: Not a chief, no logdir, no saver, or no active session.
             OSError: It could not be written.
         """
-        return await self._active("save()")[1].save()
+        return await self._active("save()").run.save()
 
     async def summary_computed(self, sess: AsyncSession, summary: Any, global_step: int | None = None) -> None:
         """Write a summary that the caller has computed.
@@ -725,9 +509,9 @@ class Supervisor:
 
         Source: `tf.compat.v1.train.Supervisor.summary_computed`.
         """
-        if self._writer is None:
+        if self._parts.writer is None:
             raise RuntimeError("Writing a summary requires a summary writer: pass logdir= or summary_writer=.")
-        await self._active_with("summary_computed()", sess)[1].summary_computed(summary, global_step)
+        await self._active("summary_computed()", sess).run.summary_computed(summary, global_step)
 
     # ------------------------------------------------------------------ the stop
 
@@ -753,51 +537,42 @@ class Supervisor:
 
         Source: `tf.compat.v1.train.Supervisor.stop`.
         """
-        host, around = self._host, self._around
-        if host is None or around is None or host.finished:
-            self._coord.request_stop()
-            if around is not None and close_summary_writer:
-                await around.close_writer()
-            await self._coord.join(threads, self._settings.stop_grace_secs, ignore_live_threads)
+        hosted, coord = self._hosted, self.coord
+        if hosted is not None and not hosted.host.finished:
+            await self._active("stop()").stop(threads, close_summary_writer, ignore_live_threads)
             return
-        self._active("stop()")
-        self._coord.request_stop()
-        self._closes_writer = close_summary_writer
-        try:
-            await host.stop(ignore_live_threads)
-            if threads is not None:
-                await self._coord.join(threads, self._settings.stop_grace_secs, ignore_live_threads)
-        finally:
-            if close_summary_writer:
-                await around.close_writer()
+        coord.request_stop()
+        if hosted is not None and close_summary_writer:
+            await hosted.around.close_writer()
+        await coord.join(threads, self._parts.settings.stop_grace_secs, ignore_live_threads)
 
     def request_stop(self, ex: Any = None) -> None:
         """Ask for a stop, with an error or without; any thread, signal handlers too.
 
         See `Coordinator.request_stop`.
         """
-        self._coord.request_stop(ex)
+        self.coord.request_stop(ex)
 
     def should_stop(self) -> bool:
         """Whether a stop was requested; any thread."""
-        return self._coord.should_stop()
+        return self.coord.should_stop()
 
     def stop_on_exception(self) -> StopOnException:
         """A context manager that reports an exception of its block; see `Coordinator.stop_on_exception`."""
-        return self._coord.stop_on_exception()
+        return self.coord.stop_on_exception()
 
     async def wait_for_stop(self) -> None:
         """Wait until a stop is requested; cancellable."""
-        await self._coord.wait_for_stop()
+        await self.coord.wait_for_stop()
 
     # ------------------------------------------------------------------ how things stand
 
     def status(self) -> Status:
         """How the supervisor stands; any thread, never blocks."""
-        host, run = self._host, self._run
-        if host is None or run is None:
-            return Status(self.name, "idle", self._is_chief, self._settings.logdir)
-        return run.status(host)
+        hosted = self._hosted
+        if hosted is None:
+            return Status(self.name, "idle", self.is_chief, self._parts.settings.logdir)
+        return hosted.run.status(hosted.host)
 
     def events(self, *, wait: bool = False) -> AsyncIterator[Event]:
         """An iterator over the events from now on, which ends with the session; on the event loop.
@@ -810,7 +585,7 @@ class Supervisor:
         Args:
             wait: Whether to wait for the next session all the same, for a supervisor that is used again.
         """
-        return self._hub.subscribe(wait=wait)
+        return self._parts.hub.subscribe(wait=wait)
 
     # The original's deprecated names.
     PrepareSession = prepare_or_wait_for_session

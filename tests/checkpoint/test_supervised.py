@@ -232,8 +232,8 @@ async def test_a_save_that_has_begun_is_finished_where_there_is_no_last_one(
             writing.set()
             assert go_on.wait(20)
 
-    assert job.sv._store is not None
-    job.sv._store._faults = point
+    assert job.sv._parts.store is not None
+    job.sv._parts.store._faults = point
     async with job.sv.managed_session():
         saving = asyncio.ensure_future(job.sv.save())
         await asyncio.to_thread(writing.wait, 20)

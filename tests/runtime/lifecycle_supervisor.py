@@ -98,7 +98,7 @@ class SupervisorSubject:
 
     @property
     def host(self) -> Any:
-        return self.supervisor._host
+        return self.supervisor._hosted.host
 
     @property
     def coordinator(self) -> Any:
@@ -211,7 +211,7 @@ async def stuck_run(c: Ctl) -> None:
 
 
 async def stops_with_stuck_run(c: Ctl) -> None:
-    while c.subject.session.statistics() is None or not c.subject.supervisor._run._executor.busy():
+    while c.subject.session.statistics() is None or not c.subject.supervisor._hosted.around.executor.busy():
         await asyncio.sleep(0.005)
     c.subject.request_stop()
 
