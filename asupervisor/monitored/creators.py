@@ -22,6 +22,7 @@ from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock, SystemClock
 from asupervisor.events import EventSink, log_only
 from asupervisor.services import arguments
+from asupervisor.services.beginning import Beginning
 from asupervisor.services.peers import ClusterTask, check_trains
 from asupervisor.services.settings import RunSettings
 from asupervisor.session.elements import GraphElements, resolve_graph
@@ -240,22 +241,18 @@ class _ScaffoldedCreator(SessionCreator):
     async def create_session(self) -> AsyncSession:
         """A session of its own, outside of a monitored session; close it by `await session.close()`."""
         prepared = self.prepare()
-        settings, elements = prepared.settings, prepared.settings.elements
         manager = prepared.manager.bound(
-            global_step=elements.global_step, restore=None if prepared.store is None else prepared.store.restorer
+            global_step=prepared.settings.elements.global_step,
+            restore=None if prepared.store is None else prepared.store.restorer,
         )
-        if not self.is_chief:
-            return await manager.wait_for_session(self.master, config=self.config, max_wait_secs=self.max_wait_secs)
-        return await manager.prepare_session(
+        return await Beginning(
+            prepared.settings,
+            manager,
             self.master,
-            init_op=elements.init_op,
-            saver=elements.saver,
-            checkpoint_dir=self.checkpoint_dir,
-            checkpoint_filename_with_path=self.checkpoint_filename_with_path,
-            config=self.config,
-            init_feed_dict=settings.init_feed_dict,
-            init_fn=settings.init_fn,
-        )
+            self.config,
+            wait_for_checkpoint=False,
+            max_wait_secs=self.max_wait_secs,
+        ).open()
 
 
 class ChiefSessionCreator(_ScaffoldedCreator):

@@ -6,13 +6,14 @@ import asyncio
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
 from asupervisor.errors import SessionClosed, StopRequested
-from asupervisor.monitored import ChiefSessionCreator, MonitoredSession, SessionCreator
+from asupervisor.monitored import ChiefSessionCreator, MonitoredSession, MonitoredTrainingSession, SessionCreator
 from asupervisor.recovery import RecoveryPolicy
 
 tf1 = tf.compat.v1
@@ -425,6 +426,19 @@ async def test_s5_creators_of_every_kind(counter: Make) -> None:
         original = tf1.train.ChiefSessionCreator()
     async with MonitoredSession(original, graph=other.graph) as sess:
         assert await sess.run(other.after) == 1
+
+
+async def test_s5_a_creator_by_itself_begins_where_a_monitored_session_does(counter: Make, tmp_path: Path) -> None:
+    """From the one checkpoint that is named, instead of the newest one of the directory."""
+    made = counter()
+    async with MonitoredTrainingSession(checkpoint_dir=tmp_path, graph=made.graph) as sess:
+        await sess.run(made.train)
+    for named, step in ((None, 1), (tmp_path / "model.ckpt-0", 0)):
+        made = counter()
+        creator = ChiefSessionCreator(checkpoint_dir=tmp_path, checkpoint_filename_with_path=named, graph=made.graph)
+        session = await creator.create_session()
+        assert await session.run(made.step) == step
+        await session.close()
 
 
 async def test_s5_a_creator_that_fails_leaves_the_enter(recorder: Make) -> None:
