@@ -179,6 +179,7 @@ class Supervisor(SupervisorProperties):
         sync_replicas: Any = None,
         name: str | None = None,
     ) -> None:
+        # What was told is checked before anything is added to the graph.
         graph = elements.resolve_graph(graph)
         if task is not None:
             check_trains(task)
@@ -209,6 +210,10 @@ class Supervisor(SupervisorProperties):
         arguments.check_executor(executor)
         clean_types = arguments.checked_clean_types(clean_stop_exception_types)
         manager = None if session_manager is None else arguments.adapted_session_manager(session_manager, graph)
+        if not is_chief:  # its chief saves and summarises
+            save_summaries_secs = save_summaries_steps = save_model_secs = save_model_steps = None
+
+        # The graph is completed, all but the ops of the checkpoint store.
         found = elements.find_or_add_elements(
             graph,
             ready_op=ready_op,
@@ -221,6 +226,8 @@ class Supervisor(SupervisorProperties):
         )
         sync = None if sync_replicas is None else SyncReplicas(sync_replicas, graph, is_chief)
         arguments.check_restores(found.saver, explicit or begin_from)
+
+        # The parts; the checkpoint store adds the last ops.
         self.name = name or f"supervisor-{next(_numbers)}"
         clock = clock or SystemClock()
         hub = EventHub(self.name, clock)
@@ -233,10 +240,10 @@ class Supervisor(SupervisorProperties):
             checkpoint_filename_with_path=explicit,
             init_feed_dict=init_feed_dict,
             init_fn=init_fn,
-            save_summaries_secs=save_summaries_secs or None if is_chief else None,
-            save_summaries_steps=save_summaries_steps or None if is_chief else None,
-            save_model_secs=save_model_secs or None if is_chief else None,
-            save_model_steps=save_model_steps or None if is_chief else None,
+            save_summaries_secs=save_summaries_secs or None,
+            save_summaries_steps=save_summaries_steps or None,
+            save_model_secs=save_model_secs or None,
+            save_model_steps=save_model_steps or None,
             save_on_exit=save_on_exit,
             stop_grace_secs=stop_grace_secs,
             clock=clock,
@@ -265,8 +272,8 @@ class Supervisor(SupervisorProperties):
             journal=journal,
             handle_signals=handle_signals,
             given_dir=given_dir,
-            save_summaries_secs=save_summaries_secs if is_chief else None,
-            save_model_secs=save_model_secs if is_chief else None,
+            save_summaries_secs=save_summaries_secs,
+            save_model_secs=save_model_secs,
         )
         self._hosted: HostedRun | None = None  # the present session, or the last one
         graph.finalize()
