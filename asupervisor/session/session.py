@@ -32,7 +32,8 @@ from asupervisor.session.plan import PlanCache, RunPlan
 from asupervisor.session.rider import Rider, TrainingRuns
 from asupervisor.session.starvation import StarvationWatch
 from asupervisor.session.statistics import SessionStatistics
-from asupervisor.session.stream import Steps, StepStream
+from asupervisor.session.steps import Steps
+from asupervisor.session.stream import StepStream
 
 if TYPE_CHECKING:
     from asupervisor.runtime.coordinator import Coordinator
