@@ -1,4 +1,4 @@
-"""Checks of the startup's arguments that need no session: so they come before one is opened."""
+"""Checks of arguments that need no session: so those of the startup come before one is opened."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -60,3 +61,17 @@ def graph_or_default(graph: tf.Graph | None) -> tf.Graph:
             "Pass graph=, or call it inside `with graph.as_default():`."
         )
     return default
+
+
+def check_steps(max_steps: Any, ahead: Any, stop_when: Any) -> None:
+    """Raise TypeError or ValueError unless a stream of steps can run with these; see `AsyncSession.steps`."""
+    for name, count in (("ahead", ahead), ("max_steps", max_steps)):
+        if count is not None and not isinstance(count, int | np.integer):
+            raise TypeError(f"{name} must be a number of steps, not {count!r}")
+    if stop_when is not None and is_async(stop_when):
+        raise TypeError(
+            f"stop_when is called on the device thread, so it must be a plain function, not {stop_when!r}; "
+            "to await something, look at the results in the loop and leave it"
+        )
+    if ahead < 0 or (max_steps is not None and max_steps < 0):
+        raise ValueError(f"ahead and max_steps must not be negative: ahead={ahead}, max_steps={max_steps}")

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
+from asupervisor.errors import SessionClosed
+from asupervisor.runtime.calls import label_of, wait_blocking
+from asupervisor.runtime.device import refuse_running_loop
+from asupervisor.runtime.mailbox import Rendezvous
+from asupervisor.session.calls import RunCall, run_here, run_on_device
+
 if TYPE_CHECKING:
     from asupervisor.session.session import AsyncSession
 
@@ -62,8 +68,28 @@ class BlockingSession:
             WrongEventLoop: An event loop runs in this thread; await `AsyncSession.run` there.
             SessionClosed: The session is closed.
         """
-        return self._session._run_blocking(fetches, feed_dict, options, run_metadata, lane)
+        session = self._session
+        device = session._device
+        if session.closed or device.closed:
+            raise SessionClosed(session.name)
+        if lane not in ("device", "side"):
+            raise ValueError(f"lane must be 'device' or 'side', not {lane!r}")
+        inline = session.executor.on_device_thread()
+        if not inline:
+            refuse_running_loop("sess.blocking.run", "Await sess.run(...) on the event loop.")
+        plan = session._plans.plan(fetches, feed_dict, options, run_metadata)
+        if not inline and (lane == "side" or plan.side_lane):
+            return run_here(session, plan, feed_dict)
+        if inline:
+            return run_on_device(session, plan, feed_dict)
+        rendezvous = Rendezvous()
+        call = RunCall(session, rendezvous, fetches, feed_dict, options, run_metadata, plan)
+        device.submit(call, device.interactive)
+        return wait_blocking(call, rendezvous)
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(raw, *args)` on the device thread, with the graph entered; blocks this thread."""
-        return self._session._call_blocking(fn, args)
+        session = self._session
+        if session.closed:
+            raise SessionClosed(session.name)
+        return session.executor.call_blocking(session._entered, fn, args, label=label_of(fn))

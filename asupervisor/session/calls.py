@@ -8,6 +8,7 @@ keeps the device thread busy may be waiting for exactly that element.
 from __future__ import annotations
 
 from collections import deque
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asupervisor.errors import SessionClosed
@@ -16,6 +17,7 @@ from asupervisor.runtime.mailbox import Mailbox, Rendezvous
 from asupervisor.runtime.threads import SideThreads
 
 if TYPE_CHECKING:
+    from asupervisor.runtime.device_thread import Device
     from asupervisor.session.plan import RunPlan
     from asupervisor.session.session import AsyncSession
 
@@ -107,16 +109,16 @@ class RunCall(Call):
                 session._device.submit_side(self)
                 return HELD
         if self.aside:
-            return session._run_here(plan, self.feed_dict)
+            return run_here(session, plan, self.feed_dict)
         if plan.is_training and session._runs.paused and self._hold():
             return HELD
-        return session._run_on_device(plan, self.feed_dict)
+        return run_on_device(session, plan, self.feed_dict)
 
     def _hold(self) -> bool:
         """Put a training run aside until `resume`. False: the pause is over already."""
         session = self.session
-        self.lane = session._held
-        session._held.append(self)
+        self.lane = lane = session._held.lane
+        lane.append(self)
         # `resume` clears the flag and then empties the lane: if it has missed this call, we see the flag cleared.
         return session._runs.paused or not self.withdraw()
 
@@ -132,6 +134,58 @@ class RunCall(Call):
                 return True
             if lane is self.lane:
                 return False
+
+
+def run_here(session: AsyncSession, plan: RunPlan, feed_dict: Any) -> Any:
+    """A run beside the steps; on any thread without a loop."""
+    try:
+        return plan.run(feed_dict)
+    finally:
+        session._run_count += 1
+        session._write_count += plan.writes
+
+
+def run_on_device(session: AsyncSession, plan: RunPlan, feed_dict: Any) -> Any:
+    """A run between the steps; on the device thread."""
+    begun = monotonic()
+    try:
+        args = plan.convert(feed_dict)
+        if plan.is_training:
+            return session._runs.run(plan, args)
+        return plan.execute(args)
+    except RuntimeError as error:
+        if session.closed:  # TensorFlow's own word for it: the close came between our look and its
+            raise SessionClosed(session.name) from error
+        raise
+    finally:
+        session._run_count += 1
+        session._write_count += plan.writes
+        (session._step_times if plan.is_training else session._run_times).append(monotonic() - begun)
+
+
+class Held:
+    """Training runs that a pause has put aside until `resume`.
+
+    Args:
+        device: Where they go then.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.lane: deque[RunCall] = deque()
+        self._device = device
+
+    def release(self) -> None:
+        """Have them run; any thread."""
+        while self.lane:
+            try:
+                call = self.lane.popleft()
+            except IndexError:
+                break
+            try:
+                self._device.submit(call, self._device.interactive)
+            except SessionClosed as error:
+                call.fail(error)
+                call.finish()
 
 
 class Undecided:

@@ -14,7 +14,8 @@ import tensorflow as tf
 from asupervisor.errors import SessionClosed, describe
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.device import DeviceExecutor
-from asupervisor.session.session import CLOSE_SECS, AsyncSession
+from asupervisor.session.closing import CLOSE_SECS
+from asupervisor.session.session import AsyncSession
 from asupervisor.session.waiting import ECHOES
 
 #: How long whoever gives a session up waits for it to be closed, in seconds. Closing one takes about a

@@ -1,34 +1,31 @@
 """`AsyncSession`: a TensorFlow session whose runs are awaited.
 
 The way of `await sess.run(...)`: look the plan up (on the loop, a dictionary access), put a call into the device
-thread's inbox, convert feeds and run there, come back with one wake-up of the loop. `calls` tells what happens to a
-call whose plan is not known yet, and to one that only fills a queue.
+thread's inbox, convert feeds and run there, come back with one wake-up of the loop. Here is what happens on the loop;
+`calls` is what happens on the threads, also to a call whose plan is not known yet, and to one that only fills a queue.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import numpy as np
 import tensorflow as tf
 
-from asupervisor.errors import SessionClosed, WrongEventLoop, describe
+from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.events import EventSink, log_only
-from asupervisor.runtime.calls import label_of, no_loop_here, wait_blocking
-from asupervisor.runtime.device import DeviceExecutor, Priority, refuse_running_loop
+from asupervisor.runtime.calls import label_of, no_loop_here
+from asupervisor.runtime.device import DeviceExecutor, Priority
 from asupervisor.runtime.device_thread import fail_all
-from asupervisor.runtime.mailbox import Mailbox, Rendezvous, attach, detach
+from asupervisor.runtime.mailbox import Mailbox, attach, detach
 from asupervisor.runtime.statistics import Percentiles, window
-from asupervisor.runtime.threads import SideThreads
 from asupervisor.runtime.wakeup import Ending
-from asupervisor.session.arguments import is_async
+from asupervisor.session.arguments import check_steps
 from asupervisor.session.blocking import BlockingSession
-from asupervisor.session.calls import Plans, RunCall, Undecided
-from asupervisor.session.plan import PlanCache, RunPlan
+from asupervisor.session.calls import Held, Plans, RunCall, Undecided
+from asupervisor.session.closing import CLOSE_SECS, close_aside
+from asupervisor.session.plan import PlanCache
 from asupervisor.session.rider import Rider, TrainingRuns
 from asupervisor.session.starvation import StarvationWatch
 from asupervisor.session.statistics import SessionStatistics
@@ -40,9 +37,6 @@ if TYPE_CHECKING:
 
 STARVED_AFTER_SECS: Final = 1.0
 """A run that may wait for input is reported when it takes longer, in seconds."""
-
-CLOSE_SECS: Final = 10.0
-"""How long `AsyncSession.close` waits for TensorFlow's own close, in seconds."""
 
 _running_loop = asyncio._get_running_loop
 
@@ -88,8 +82,8 @@ class AsyncSession:
         self._plans: Plans = PlanCache(raw, global_step=global_step)
         self._runs = TrainingRuns(raw, emit)
         self._siblings: list[AsyncSession] = []
-        self._held: deque[Any] = deque()
         self._undecided = Undecided(self._device.side)
+        self._held = Held(self._device)
         self._streams: set[Steps] = set()
         self._loop: Any = _running_loop() or _UNBOUND
         self._mailbox: Mailbox | None = None
@@ -165,50 +159,6 @@ class AsyncSession:
         self._device.submit_side(call)
         return await call
 
-    def _run_here(self, plan: RunPlan, feed_dict: Any) -> Any:
-        """A run beside the steps; on any thread without a loop."""
-        try:
-            return plan.run(feed_dict)
-        finally:
-            self._run_count += 1
-            self._write_count += plan.writes
-
-    def _run_on_device(self, plan: RunPlan, feed_dict: Any) -> Any:
-        begun = monotonic()
-        try:
-            args = plan.convert(feed_dict)
-            if plan.is_training:
-                return self._runs.run(plan, args)
-            return plan.execute(args)
-        except RuntimeError as error:
-            if self.closed:  # TensorFlow's own word for it: the close came between our look and its
-                raise SessionClosed(self.name) from error
-            raise
-        finally:
-            self._run_count += 1
-            self._write_count += plan.writes
-            (self._step_times if plan.is_training else self._run_times).append(monotonic() - begun)
-
-    def _run_blocking(
-        self, fetches: Any, feed_dict: Any, options: Any, run_metadata: Any, lane: Literal["device", "side"]
-    ) -> Any:
-        if self.closed or self._device.closed:
-            raise SessionClosed(self.name)
-        if lane not in ("device", "side"):
-            raise ValueError(f"lane must be 'device' or 'side', not {lane!r}")
-        inline = self.executor.on_device_thread()
-        if not inline:
-            refuse_running_loop("sess.blocking.run", "Await sess.run(...) on the event loop.")
-        plan = self._plans.plan(fetches, feed_dict, options, run_metadata)
-        if not inline and (lane == "side" or plan.side_lane):
-            return self._run_here(plan, feed_dict)
-        if inline:
-            return self._run_on_device(plan, feed_dict)
-        rendezvous = Rendezvous()
-        call = RunCall(self, rendezvous, fetches, feed_dict, options, run_metadata, plan)
-        self._device.submit(call, self._device.interactive)
-        return wait_blocking(call, rendezvous)
-
     def make_callable(
         self, fetches: Any, feed_list: Any = None, accept_options: bool = False
     ) -> Callable[..., Awaitable[Any]]:
@@ -273,16 +223,7 @@ class AsyncSession:
             TypeError: `max_steps` or `ahead` is no integer, or `stop_when` is a coroutine function.
         """
         self._bind("steps")
-        for name, count in (("ahead", ahead), ("max_steps", max_steps)):
-            if count is not None and not isinstance(count, int | np.integer):
-                raise TypeError(f"{name} must be a number of steps, not {count!r}")
-        if stop_when is not None and is_async(stop_when):
-            raise TypeError(
-                f"stop_when is called on the device thread, so it must be a plain function, not {stop_when!r}; "
-                "to await something, look at the results in the loop and leave it"
-            )
-        if ahead < 0 or (max_steps is not None and max_steps < 0):
-            raise ValueError(f"ahead and max_steps must not be negative: ahead={ahead}, max_steps={max_steps}")
+        check_steps(max_steps, ahead, stop_when)
         assert self._mailbox is not None
         return StepStream(Steps(self, self._mailbox, fetches, feeds, max_steps, ahead, stop_when, copy_feeds))
 
@@ -314,11 +255,6 @@ class AsyncSession:
         # The default graph is a matter of the thread: it is entered here, for this call only.
         with self.graph.as_default():
             return fn(self.raw, *args)
-
-    def _call_blocking(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if self.closed:
-            raise SessionClosed(self.name)
-        return self.executor.call_blocking(self._entered, fn, args, label=label_of(fn))
 
     def sibling(self, wrap: Callable[[Any, Any], tuple[Plans, Any]]) -> AsyncSession:
         """The same TensorFlow session, counted and paused together with this one, whose runs are planned differently.
@@ -381,7 +317,7 @@ class AsyncSession:
             step_time=Percentiles.of(self._step_times),
             run_time=Percentiles.of(self._run_times),
             paused=self._runs.paused,
-            held=sum(len(session._held) for session in everybody),
+            held=sum(len(session._held.lane) for session in everybody),
             streams=sum(len(session._streams) for session in everybody),
             loop_lag=Percentiles.of(self._lags),
             device=self.executor.statistics(),
@@ -401,16 +337,7 @@ class AsyncSession:
             session._release()
 
     def _release(self) -> None:
-        while self._held:
-            try:
-                call = self._held.popleft()
-            except IndexError:
-                break
-            try:
-                self._device.submit(call, self._device.interactive)
-            except SessionClosed as error:
-                call.fail(error)
-                call.finish()
+        self._held.release()
         for stream in tuple(self._streams):
             stream.kick()
 
@@ -467,7 +394,14 @@ class AsyncSession:
             return True
         if self._raw_closed is None:
             self._raw_closed = Ending()
-            self._close_aside(self._raw_closed)
+            close_aside(
+                self.raw,
+                self.name,
+                self._device.side,
+                drop_plans=self._drop_plans,
+                ending=self._raw_closed,
+                emit=self._emit,
+            )
         try:
             return await self._raw_closed.wait(timeout_secs)
         finally:
@@ -478,37 +412,9 @@ class AsyncSession:
                 if session is not self:
                     session._close = _closed_already  # was ours: no cycle is left behind
 
-    def _close_aside(self, ending: Ending) -> None:
-        """Let a side thread close the TensorFlow session, which can block."""
-
-        def work() -> None:
-            try:
-                # In this order: to release a compiled callable under a run that is in flight crashes the process.
-                # A closed session releases nothing.
-                self.raw.close()
-                for session in (*self._siblings, self):
-                    session._plans.drop()
-            except Exception as error:
-                self._emit(
-                    "session.close_failed",
-                    f"closing {self.name} failed: {describe(error)}",
-                    level="warning",
-                    error=describe(error),
-                )
-            finally:
-                ending.signal()
-
-        # A session on a server waits in its close for peers that are gone, until its timeout: nobody waits for that,
-        # and it is no straggler.
-        if not self.raw.sess_str:
-            try:
-                self._device.side.submit(work, f"close of {self.name}")
-                return
-            except RuntimeError:  # the executor is closed already
-                pass
-        pool = SideThreads("asupervisor", idle_secs=0.0)
-        pool.submit(work, f"close of {self.name}")
-        pool.shutdown()
+    def _drop_plans(self) -> None:
+        for session in (*self._siblings, self):
+            session._plans.drop()
 
     def _end_use(self) -> None:
         """No run starts any more, and what has not started fails."""
@@ -525,7 +431,7 @@ class AsyncSession:
 
         if self._coordinator is not None:
             self._coordinator.remove_stop_callback(self._on_stop)
-        fail_all(self._held, error)
+        fail_all(self._held.lane, error)
         fail_all(
             self._device.interactive,
             error,
