@@ -17,7 +17,6 @@ from typing import Any, Self, TypeVar, cast
 import tensorflow as tf
 
 from asupervisor import _tf
-from asupervisor._timeouts import for_long
 from asupervisor.clock import Clock, SystemClock
 from asupervisor.errors import StopRequested
 from asupervisor.events import EventSink, log_only
@@ -26,7 +25,7 @@ from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.session.arguments import check_config, check_init_fn, check_places, graph_or_default, is_async
 from asupervisor.session.masters import check_master, resolve_master
 from asupervisor.session.opening import Opening
-from asupervisor.session.readiness import READY, Readiness, check_ready, maybe_name
+from asupervisor.session.readiness import ModelOps, Readiness, maybe_name, run_init_op
 from asupervisor.session.restorer import PlainRestorer, Restorer
 from asupervisor.session.session import AsyncSession
 from asupervisor.session.waiting import Patience, Polls
@@ -108,12 +107,10 @@ class SessionManager:
                 f"ready_for_local_init_op [{ready_for_local_init_op}]"
             )
         self._graph = graph_or_default(graph)
-        self._local_init_op = local_init_op
-        self._ready_op = ready_op
-        self._ready_for_local_init_op = ready_for_local_init_op
+        self._model = ModelOps(
+            local_init_op, ready_op, ready_for_local_init_op, local_init_run_options, local_init_feed_dict
+        )
         self._recovery_wait_secs = recovery_wait_secs
-        self._local_init_run_options = local_init_run_options
-        self._local_init_feed_dict = local_init_feed_dict
         self._executor = executor
         self._given_clock = clock
         self._given_emit = emit
@@ -203,7 +200,7 @@ class SessionManager:
         """
         check_places(checkpoint_dir, checkpoint_filename_with_path)
         check_init_fn(init_fn)
-        can_init = init_op is not None or init_fn is not None or self._local_init_op is not None
+        can_init = init_op is not None or init_fn is not None or self._model.local_init_op is not None
         if not can_init and not _may_restore(saver, checkpoint_dir, checkpoint_filename_with_path):
             raise _nothing_to_init()
         opening = await self._open(master, config)
@@ -216,20 +213,20 @@ class SessionManager:
                 if not can_init:
                     raise _nothing_to_init()
                 if init_op is not None:
-                    await self._on_device(opening, "init_op", _run, init_op, init_feed_dict, None)
+                    await self._on_device(opening, "init_op", run_init_op, init_op, init_feed_dict)
                 if init_fn is not None:
                     await self._call_init_fn(opening, init_fn)
-            local = await self._on_device(opening, "local_init_op", self._try_local_init)
+            local = await self._on_device(opening, "local_init_op", self._model.try_local_init)
             if not local.ready:
                 raise RuntimeError(
                     "Init operations did not make model ready for local_init.  "
                     f"Init op: {maybe_name(init_op)}, init fn: {init_fn}, error: {local.message}"
                 )
-            model = await self._on_device(opening, "ready_op", check_ready, self._ready_op)
+            model = await self._on_device(opening, "ready_op", self._model.check)
             if not model.ready:
                 raise RuntimeError(
                     "Init operations did not make model ready.  "
-                    f"Init op: {maybe_name(init_op)}, init fn: {init_fn}, local_init_op: {self._local_init_op}, "
+                    f"Init op: {maybe_name(init_op)}, init fn: {init_fn}, local_init_op: {self._model.local_init_op}, "
                     f"error: {model.message}"
                 )
         except BaseException as error:
@@ -279,19 +276,19 @@ class SessionManager:
             restored = await self._restored(
                 opening, saver, checkpoint_dir, checkpoint_filename_with_path, wait_for_checkpoint, max_wait_secs
             )
-            state = await self._on_device(opening, "local_init_op", self._try_local_init)
+            state = await self._on_device(opening, "local_init_op", self._model.try_local_init)
             if not restored:
                 return session, False
             what = "ready for local init" if not state.ready else "ready"
             if state.ready:
-                state = await self._on_device(opening, "ready_op", check_ready, self._ready_op)
+                state = await self._on_device(opening, "ready_op", self._model.check)
         except BaseException as error:
             await opening.give_up(because=error)
             raise
         if not state.ready:
             self._emit(
                 "session.not_ready",
-                f"restoring from {self.restored_from} did not make the model {what}: {_first_line(state.message)}",
+                f"restoring from {self.restored_from} did not make the model {what}: {state.first_line()}",
                 level="warning",
                 path=self.restored_from,
                 missing=list(state.missing),
@@ -326,13 +323,13 @@ class SessionManager:
         state = Readiness(False, "", (f"an answer of master {master!r}",))
 
         def too_late() -> BaseException:
-            return _tf.SessionNotReady(_missing_of(state), limit)
+            return _tf.SessionNotReady(state.names(), limit)
 
         opening = await self._open(master, config, deadline, too_late)
         try:
             polls, patience = Polls(self._recovery_wait_secs), self._patience()
             while True:
-                state = await self._on_device(opening, "readiness", self._look, deadline=deadline, late=too_late)
+                state = await self._on_device(opening, "readiness", self._model.look, deadline=deadline, late=too_late)
                 if state.ready:
                     return cast(AsyncSession, opening.session)
                 remaining = deadline - self._clock.monotonic()
@@ -342,7 +339,7 @@ class SessionManager:
                 if polls.tell(state.message, self._clock.monotonic()):
                     self._emit(
                         "session.waiting",
-                        f"waiting for the model to be ready: {_first_line(state.message)}",
+                        f"waiting for the model to be ready: {state.first_line()}",
                         missing=list(state.missing),
                     )
                 await patience.pause(pause)
@@ -370,9 +367,9 @@ class SessionManager:
         begun = self._clock.monotonic()
         opening = await self._open(master, config)
         try:
-            state = await self._on_device(opening, "readiness", self._look)
+            state = await self._on_device(opening, "readiness", self._model.look)
             if not state.ready:
-                raise _tf.SessionNotReady(_missing_of(state), round(self._clock.monotonic() - begun, 1))
+                raise _tf.SessionNotReady(state.names(), round(self._clock.monotonic() - begun, 1))
         except BaseException as error:
             await opening.give_up(because=error)
             raise
@@ -438,7 +435,7 @@ class SessionManager:
         if is_async(init_fn):
             await self._patience().first(init_fn(opening.session))
             return
-        result = await self._on_device(opening, "init_fn", _call_init_fn, init_fn)
+        result = await self._on_device(opening, "init_fn", init_fn)
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
                 result.close()
@@ -456,29 +453,7 @@ class SessionManager:
         deadline: float = math.inf,
         late: Callable[[], BaseException] | None = None,
     ) -> T:
-        """Run `fn(raw, *args)` on the device thread, with the graph entered there."""
-        raw = cast(AsyncSession, opening.session).raw
-        graph = self._graph
-
-        def call() -> T:
-            with graph.as_default():
-                return fn(raw, *args)
-
-        return await self._patience().first(opening.executor.call(call, label=label), deadline, late)
-
-    # ------------------------------------------------------------------ steps, on the device thread
-
-    def _try_local_init(self, raw: tf.compat.v1.Session) -> Readiness:
-        if self._local_init_op is None:
-            return READY
-        state = check_ready(raw, self._ready_for_local_init_op)
-        if state.ready:
-            _run(raw, self._local_init_op, self._local_init_feed_dict, self._local_init_run_options)
-        return state
-
-    def _look(self, raw: tf.compat.v1.Session) -> Readiness:
-        state = self._try_local_init(raw)
-        return check_ready(raw, self._ready_op) if state.ready else state
+        return await self._patience().first(opening.on_device(label, fn, *args), deadline, late)
 
     # ------------------------------------------------------------------ collaborators
 
@@ -500,14 +475,6 @@ class SessionManager:
             raise StopRequested("the start of a session")
 
 
-def _run(raw: tf.compat.v1.Session, op: Any, feed_dict: Any, options: Any) -> None:
-    raw.run(op, feed_dict=feed_dict, options=options if options is not None else for_long(raw))
-
-
-def _call_init_fn(raw: tf.compat.v1.Session, init_fn: Callable[[Any], Any]) -> Any:
-    return init_fn(raw)
-
-
 def _may_restore(saver: Any, checkpoint_dir: str | None, checkpoint_filename_with_path: str | None) -> bool:
     return bool(saver and (checkpoint_dir or checkpoint_filename_with_path))
 
@@ -517,14 +484,3 @@ def _nothing_to_init() -> RuntimeError:
         "Model is not initialized and no init_op or init_fn or local_init_op was given. "
         "Pass one of them, or a saver and a checkpoint to restore."
     )
-
-
-def _missing_of(state: Readiness) -> tuple[str, ...]:
-    return state.missing or ((_first_line(state.message),) if state.message else ())
-
-
-def _first_line(message: str) -> str:
-    """The first line that says something: TensorFlow's begin with a heading."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    telling = [line for line in lines if "uninitialized" in line]
-    return (telling or lines or [""])[0]

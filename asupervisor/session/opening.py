@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import anyio
 import tensorflow as tf
@@ -17,6 +17,8 @@ from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.session.closing import CLOSE_SECS
 from asupervisor.session.session import AsyncSession
 from asupervisor.session.waiting import ECHOES
+
+T = TypeVar("T")
 
 #: How long whoever gives a session up waits for it to be closed, in seconds. Closing one takes about a
 #: millisecond; where it takes longer (a running Python op, a peer that is gone), its thread goes on alone.
@@ -81,6 +83,16 @@ class Opening:
             close.session = weakref.ref(session)
         self.session = session
         return session
+
+    def on_device(self, label: str, fn: Callable[..., T], *args: Any) -> Awaitable[T]:
+        """`fn(raw, *args)` on the device thread, with the graph entered there; after `open` has ended."""
+        raw, graph = self._raw, self.graph
+
+        def call() -> T:
+            with graph.as_default():
+                return fn(raw, *args)
+
+        return self.executor.call(call, label=label)
 
     async def give_up(self, *, because: BaseException | None = None) -> None:
         """Close what was opened, or have it closed when it comes; waits `GIVE_UP_SECS` at most and never raises.

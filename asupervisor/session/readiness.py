@@ -1,4 +1,4 @@
-"""What a ready op says about a model, in both of the styles that graph programs use."""
+"""Whether a model is ready: what a ready op says, in both of the styles that graph programs use, and who asks it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from asupervisor._timeouts import for_long
 
 # How TensorFlow words a read of a ref variable and of a resource variable that was never initialised.
 _UNINITIALISED = re.compile(
@@ -29,8 +31,69 @@ class Readiness:
     message: str = ""
     missing: tuple[str, ...] = ()
 
+    def names(self) -> tuple[str, ...]:
+        """What is missing, or else what the message says first."""
+        return self.missing or ((self.first_line(),) if self.message else ())
+
+    def first_line(self) -> str:
+        """The first line of the message that says something: TensorFlow's begin with a heading."""
+        lines = [line.strip() for line in self.message.splitlines() if line.strip()]
+        telling = [line for line in lines if "uninitialized" in line]
+        return (telling or lines or [""])[0]
+
 
 READY = Readiness(True)
+
+
+class ModelOps:
+    """The ops that make a model ready, but for its own initialisation, and those that tell whether it is.
+
+    Methods block; on the device thread with the graph entered.
+
+    Args:
+        local_init_op: See `SessionManager`.
+        ready_op: See `SessionManager`.
+        ready_for_local_init_op: See `SessionManager`.
+        local_init_run_options: See `SessionManager`.
+        local_init_feed_dict: See `SessionManager`.
+    """
+
+    def __init__(
+        self,
+        local_init_op: Any,
+        ready_op: Any,
+        ready_for_local_init_op: Any,
+        local_init_run_options: Any,
+        local_init_feed_dict: Any,
+    ) -> None:
+        self.local_init_op = local_init_op
+        self._ready_op = ready_op
+        self._ready_for_local_init_op = ready_for_local_init_op
+        self._local_init_run_options = local_init_run_options
+        self._local_init_feed_dict = local_init_feed_dict
+
+    def look(self, raw: tf.compat.v1.Session) -> Readiness:
+        """Whether the model is ready, after the local initialisation."""
+        state = self.try_local_init(raw)
+        return self.check(raw) if state.ready else state
+
+    def try_local_init(self, raw: tf.compat.v1.Session) -> Readiness:
+        """Run `local_init_op` if the model is ready for that."""
+        if self.local_init_op is None:
+            return READY
+        state = check_ready(raw, self._ready_for_local_init_op)
+        if state.ready:
+            run_init_op(raw, self.local_init_op, self._local_init_feed_dict, self._local_init_run_options)
+        return state
+
+    def check(self, raw: tf.compat.v1.Session) -> Readiness:
+        """Whether the model is ready."""
+        return check_ready(raw, self._ready_op)
+
+
+def run_init_op(raw: tf.compat.v1.Session, op: Any, feed_dict: Any, options: Any = None) -> None:
+    """Run an op that initialises; it may take as long as it likes. Blocks."""
+    raw.run(op, feed_dict=feed_dict, options=options if options is not None else for_long(raw))
 
 
 def check_ready(raw: tf.compat.v1.Session, op: Any) -> Readiness:
