@@ -12,9 +12,7 @@ on the loop thread, does the rest.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,18 +21,12 @@ from typing import Any, Self, cast
 
 import anyio
 
-from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop, describe
+from asupervisor.errors import StopGraceExceeded, WrongEventLoop, describe
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.joining import Worker, outlast
-from asupervisor.runtime.reports import ExcInfo, Report, StopOnException, exception_of
+from asupervisor.runtime.reports import ExcInfo, Report, Reports, StopOnException, exception_of, tell
 
 __all__ = ["Coordinator", "StopOnException"]
-
-MOST_WAITING_REPORTS = 1000
-"""How many reports wait for the loop; the others are only counted."""
-
-MOST_FURTHER_ERRORS = 20
-"""How many errors after the first one are kept and told; the others are only counted."""
 
 
 class Coordinator:
@@ -70,18 +62,13 @@ class Coordinator:
         consequence_types: Iterable[type[BaseException]] = (),
         emit: EventSink = log_only,
     ) -> None:
-        self._clean_types = None if clean_stop_exception_types is None else tuple(clean_stop_exception_types)
         self.consequence_types = tuple(consequence_types)
         self.emit = emit
         self._stop = False
         self._joined = False
         self._rung = False  # a drain is on its way
-        self._inbox: collections.deque[Report] = collections.deque()
+        self._reports = Reports(clean_stop_exception_types, self.consequence_types)
         self._drain_lock = threading.RLock()  # never taken by request_stop; a sink may look at us while we drain
-        self._primary: Report | None = None
-        self._secondary: list[Report] = []
-        self._more = 0
-        self._clean: Report | None = None
         self._stop_seen_at: float | None = None
         self._registered: list[Worker] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,15 +100,13 @@ class Coordinator:
             return
         report = Report(exception_of(ex), where, self._stop)
         if not self._joined:
-            self._put(report)
+            self._reports.put(report)
             self._set_stop()
             if not self.joined:
                 return
             # A join ended between the look and the append. Whoever takes the report out of the inbox has it: the
             # join's last drain, or we.
-            try:
-                self._inbox.remove(report)
-            except ValueError:
+            if not self._reports.take_back(report):
                 return
         self._stop = True
         if not isinstance(report.error, self.clean_stop_exception_types):
@@ -129,14 +114,8 @@ class Coordinator:
 
     def record(self, error: BaseException, where: str) -> None:
         """`report` for whoever runs what is joined: never raises it, whether or not somebody has joined in between."""
-        self._put(Report(exception_of(error), where, self._stop))
+        self._reports.put(Report(exception_of(error), where, self._stop))
         self._set_stop()
-
-    def _put(self, report: Report) -> None:
-        if len(self._inbox) < MOST_WAITING_REPORTS:  # the first ones count; nobody may fill the memory, or keep us busy
-            self._inbox.append(report)
-        else:
-            self._more += 1
 
     def _set_stop(self) -> None:
         self._stop = True
@@ -157,10 +136,7 @@ class Coordinator:
     def clear_stop(self) -> None:
         """Forget the stop, the errors and the join: the coordinator can be used again."""
         with self._drain_lock:
-            self._inbox.clear()
-            self._primary = self._clean = None
-            self._secondary = []
-            self._more = 0
+            self._reports.clear()
             self._stop_seen_at = None
             self._stop = self._joined = False
 
@@ -176,13 +152,7 @@ class Coordinator:
     @property
     def clean_stop_exception_types(self) -> tuple[type[BaseException], ...]:
         """The exceptions that mean a clean end."""
-        if self._clean_types is not None:
-            return self._clean_types
-        # Looked up late: nobody can report TensorFlow's error before TensorFlow is loaded, and this room must not
-        # load it.
-        errors = getattr(sys.modules.get("tensorflow"), "errors", None)
-        end_of_input = getattr(errors, "OutOfRangeError", None)
-        return (StopRequested,) if end_of_input is None else (StopRequested, end_of_input)
+        return self._reports.clean_types
 
     # ------------------------------------------------------------------ reports
 
@@ -192,16 +162,13 @@ class Coordinator:
         here = loop is not None and not loop.is_closed() and _running_loop() is loop
         if here:
             self._rung = False
-        news: list[tuple[str, Report]] = []
         with self._drain_lock:
-            for _ in range(len(self._inbox)):  # what comes meanwhile has rung again
-                report = self._inbox.popleft()
-                news.append((self._sort(report), report))
+            news = self._reports.sort()
             if self._stop and self._stop_seen_at is None:
                 self._stop_seen_at = time.monotonic()
         # Not under the lock: a log handler holds locks of its own, and may look at us on any thread.
         for kind, report in news:
-            self._tell(kind, report)
+            tell(kind, report, self.emit)
         if not (self._stop and here):
             return
         for waiter in tuple(self._waiters):
@@ -215,60 +182,19 @@ class Coordinator:
             except Exception as error:
                 self.emit("stop.callback_failed", f"a stop callback failed: {describe(error)}", level="error")
 
-    def _sort(self, report: Report) -> str:
-        """Put a report where it belongs; the kind of event that it makes, or an empty string."""
-        error = report.error
-        if any(error is known.error for known in (self._primary, *self._secondary) if known is not None):
-            return ""
-        if isinstance(error, self.clean_stop_exception_types):
-            if self._clean is None:
-                self._clean = report
-            return "stop.clean"
-        if report.after_stop and isinstance(error, self.consequence_types):
-            return "stop.echo"
-        if self._primary is None:
-            self._primary = report
-            return "stop.error"
-        if len(self._secondary) >= MOST_FURTHER_ERRORS:
-            self._more += 1
-            return ""
-        self._secondary.append(report)
-        return "stop.further_error"
-
-    def _tell(self, kind: str, report: Report) -> None:
-        error, where = report.error, report.where
-        if kind == "stop.clean":
-            self.emit(kind, f"clean end, told by {where}: {_first_line(error)}", where=where)
-        elif kind == "stop.echo":
-            self.emit(kind, f"{where} ended with the stop: {_first_line(error)}", level="debug", where=where)
-        elif kind == "stop.error":
-            self.emit(
-                kind,
-                f"{where} failed, everything stops: {describe(error)}",
-                level="error",
-                where=where,
-                error=describe(error),
-            )
-        elif kind:
-            self.emit(
-                kind,
-                f"{where} failed, too (not raised): {describe(error)}",
-                level="warning",
-                where=where,
-                error=describe(error),
-            )
-
     @property
     def error(self) -> BaseException | None:
         """The first error that was reported, if any; it is what `join` raises."""
         self.drain()
-        return None if self._primary is None else self._primary.error
+        report = self._reports.primary
+        return None if report is None else report.error
 
     @property
     def clean_reason(self) -> BaseException | None:
         """The exception that was reported as a clean end, if any."""
         self.drain()
-        return None if self._clean is None else self._clean.error
+        report = self._reports.clean
+        return None if report is None else report.error
 
     @property
     def stop_requested_at(self) -> float | None:
@@ -282,7 +208,7 @@ class Coordinator:
         Later errors are attached to it as notes.
         """
         self.annotate()
-        report = self._primary
+        report = self._reports.primary
         if report is None:
             return
         error = report.error
@@ -297,22 +223,12 @@ class Coordinator:
     def annotate(self) -> None:
         """Attach the later errors to the first one, as notes."""
         self.drain()
-        if self._primary is None:
-            return
-        error = self._primary.error
-        notes = [f"asupervisor: {other.where} failed, too: {describe(other.error)}" for other in self._secondary]
-        if self._more:
-            notes.append(f"asupervisor: and {self._more} more")
-        for note in notes:
-            if note not in getattr(error, "__notes__", ()):
-                with contextlib.suppress(Exception):  # an exception that is frozen
-                    error.add_note(note)
+        self._reports.annotate()
 
     def forget_errors(self) -> None:
         """Drop what was reported, so that the tracebacks keep nothing alive; the stop itself stays."""
         with self._drain_lock:
-            self._primary = self._clean = None
-            self._secondary = []
+            self._reports.forget()
 
     def stop_on_exception(self) -> StopOnException:
         """A context manager, sync and async, that reports an exception of its block and swallows it.
@@ -493,17 +409,6 @@ class Coordinator:
     ) -> bool:
         group, self._group = self._group, None
         return cast(bool, await group.exit(exc))
-
-
-def _first_line(error: BaseException) -> str:
-    """The error in one line; of TensorFlow's long ones the op and what it says, not the heading."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
-    for number, line in enumerate(lines[:-1]):
-        if line.startswith("Node:"):
-            text = f"{lines[number + 1]} ({line})"
-            break
-    return f"{type(error).__name__}: {text}"
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

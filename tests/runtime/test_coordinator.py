@@ -23,7 +23,7 @@ import pytest
 import tensorflow as tf
 
 from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
-from asupervisor.runtime import coordinator as module
+from asupervisor.runtime import reports as module
 from asupervisor.runtime.coordinator import Coordinator
 
 Report = Callable[[Callable[[], object]], Awaitable[None]]
@@ -648,9 +648,9 @@ async def test_a_report_is_lost_neither_before_nor_after_the_join() -> None:
             thread.join()
         known = {id(error) for error in got_back} | ({id(first)} if first is not None else set())
         coord.drain()
-        known |= {id(report.error) for report in coord._secondary}
-        if coord._primary is not None:
-            known.add(id(coord._primary.error))
+        known |= {id(report.error) for report in coord._reports.secondary}
+        if coord._reports.primary is not None:
+            known.add(id(coord._reports.primary.error))
         assert known == {id(error) for error in errors}
 
 
