@@ -80,7 +80,7 @@ class Block(Generic[T]):
         self._attached = attached
         self._cancel_sent = False
         host.on_body_overdue = self._on_body_overdue
-        host.body_task = self._task if attached else None
+        host.awaited.body_task = self._task if attached else None
         try:
             return await host.start(clear_stop)
         except BaseException:

@@ -7,10 +7,7 @@ run in different tasks. A task group that is held in the caller's task would fai
 * the **closer task** waits for the stop and brings everything down, step by step, each step bounded. It is
   a task of its own, since the main task may never return: a service can refuse to be cancelled.
 
-::
-
-    stop flag ── services and body have stop_grace_secs ── scope cancelled, body told once ── kill grace
-              ── settle (final save), bounded ── close asked for ── release (session, threads), bounded ── finished
+What each of them does is in `startup` and `closer`; here is what begins, hurries and ends them, and who is told.
 
 What wakes whom: `Coordinator.request_stop` (any thread) makes the loop call `_on_stop`, which is where the clock of
 the grace starts. Everything here runs on the loop thread.
@@ -20,19 +17,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
-import time
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
 
 import anyio
 
-from asupervisor.errors import SessionClosed, StopGraceExceeded, StopRequested, WrongEventLoop, describe
+from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
 from asupervisor.events import EventSink, log_only
+from asupervisor.runtime.awaited import Awaited
+from asupervisor.runtime.closer import Closer, Milestones
 from asupervisor.runtime.coordinator import Coordinator
-from asupervisor.runtime.joining import Worker, cancel_again, keep, outlast, still_running
+from asupervisor.runtime.grace import Grace
+from asupervisor.runtime.joining import cancel_again, keep
 from asupervisor.runtime.service import Service, ServiceGroup
+from asupervisor.runtime.startup import Startup
 from asupervisor.runtime.waits import Waits, set_done
 
 T = TypeVar("T")
@@ -76,46 +75,33 @@ class Host(Generic[T]):
     ) -> None:
         self.name = name
         self.coordinator = coordinator
-        self.stop_grace_secs = stop_grace_secs
         self.kill_grace_secs = kill_grace_secs
         self.emit = emit
         self.on_body_overdue: Callable[[], None] | None = None
-        self.body_task: asyncio.Task[Any] | None = None
-        self._startup = startup
-        self._settle = settle
-        self._release = release
-        self._close_now = close_now
-        self._busy_threads = stragglers
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.state: Literal["starting", "running", "stopping", "stopped"] = "starting"
         self._services = ServiceGroup(name, coordinator, emit)
         self._waits = Waits(
             name, kill_grace_secs, on_interrupt=self._on_interrupt, record=coordinator.record, emit=emit
         )
+        self.awaited = Awaited(self._services, coordinator)
+        self._grace = Grace(stop_grace_secs, kill_grace_secs, coordinator)
+        self._make = startup
+        self._startup: Startup[T] = Startup(name, coordinator, emit)
+        self._at = Milestones(self.loop)
+        self._closer = Closer(
+            self._at,
+            self._waits,
+            self.awaited,
+            self._startup,
+            self._grace,
+            settle=settle,
+            release=release,
+            close_now=close_now,
+            stragglers=stragglers,
+        )
         self._main_task: asyncio.Task[Any] | None = None
-        self._startup_error: BaseException | None = None
-        self._value: T | None = None
-        self._started = self.loop.create_future()
-        self._stopping = self.loop.create_future()
-        self._grace_over = self.loop.create_future()
-        self._body_done = self.loop.create_future()
-        self._body_knows = False
-        self._settle_wanted = self.loop.create_future()
-        self._settled = self.loop.create_future()
-        self._close_wanted = self.loop.create_future()
-        self._finished = self.loop.create_future()
-        self._main_ended = self.loop.create_future()
-        self._timer: asyncio.TimerHandle | None = None
-        self._late_timers = 0
-        self._exempt: set[Service] = set()  # who waits in `stop` or `join`, and is not waited for
-        self._closing: set[Service] = set()  # those of them who wait in `join`
-        self._stoppers: set[Service] = set()  # who has called `stop`
-        self._askers: set[asyncio.Task[Any]] = set()  # tasks that wait in `stop` or `join`
-        self._ran = False
-        self._out_of_words = False  # the last words took too long once: they would again
         self._abandoned = False
-        self._late: list[str] = []
-        self._late_stack = ""
 
     # ------------------------------------------------------------------ start
 
@@ -142,19 +128,18 @@ class Host(Generic[T]):
             self._main_task.add_done_callback(self._on_main_ended)
             try:
                 # The second one comes first where the startup does not let itself be aborted.
-                await asyncio.wait([self._started, self._finished], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([self._at.started, self._at.finished], return_when=asyncio.FIRST_COMPLETED)
             except BaseException as interrupt:
                 self.hurry()
                 self.close()
                 await self.join()
-                self._tell_of_failed_abort(interrupt)
+                self._startup.tell_of_failed_abort(interrupt)
                 raise
-            if self._ran and self._startup_error is None:
-                return self._value  # type: ignore[return-value]
+            if self._startup.succeeded:
+                return self._startup.value  # type: ignore[return-value]
             self.close()
             cancellations = await self.join()
-            error = self._startup_error or self._stuck_startup()
-            self._startup_error = None
+            error = self._startup.take_error(self.kill_grace_secs)
             if cancellations:
                 if isinstance(error, StopRequested):
                     raise cancellations[-1]
@@ -163,7 +148,7 @@ class Host(Generic[T]):
                 self.coordinator.raise_requested_exception()
             raise error
         except BaseException:
-            if not self._finished.done():  # an interrupt while we were at it: the closer goes on alone
+            if not self._at.finished.done():  # an interrupt while we were at it: the closer goes on alone
                 self.hurry()
                 self.close()
             self.coordinator.mark_joined()
@@ -176,34 +161,19 @@ class Host(Generic[T]):
             cancellations = []
             del self
 
-    def _tell_of_failed_abort(self, interrupt: BaseException) -> None:
-        """What the startup raised because it was cancelled does not leave, since the cancellation does. It is told."""
-        error, self._startup_error = self._startup_error, None
-        if isinstance(error, StopRequested | SessionClosed) or not isinstance(error, Exception):
-            return
-        if error is not self.coordinator.error:  # that one has been told
-            self.emit(
-                "session.start_failed",
-                f"the start of {self.name} was cancelled, and has failed at that: {describe(error)}",
-                level="error",
-                error=describe(error),
-            )
-        interrupt.add_note(f"asupervisor: the start failed while it was cancelled: {describe(error)}")
-
     def _start_closer(self) -> None:
         closer = keep(self.loop.create_task(self._bring_down(), name=f"{self.name}-closer"))
         closer.add_done_callback(self._on_closer_ended)
 
     def _on_main_ended(self, task: asyncio.Task[Any]) -> None:
         _retrieve_interrupt(task)
-        if not self._started.done():  # cancelled before its first step
-            self._startup_error = CancelledError(f"{self.name} was cancelled before it began")
-            self.coordinator.request_stop()
+        if not self._at.started.done():  # cancelled before its first step
+            self._startup.never_began()
             self._main_has_ended()
 
     def _on_closer_ended(self, task: asyncio.Task[Any]) -> None:
         _retrieve_interrupt(task)
-        if self._finished.done():
+        if self._at.finished.done():
             return
         # Cancelled before its first step.
         self.hurry()
@@ -213,14 +183,11 @@ class Host(Generic[T]):
         else:
             self._start_closer()
 
-    def _stuck_startup(self) -> BaseException:
-        return self.coordinator.error or StopGraceExceeded([f"start of {self.name}"], self.kill_grace_secs)
-
     async def _main(self) -> None:
         async def main() -> None:
             await self._start_up()
-            if self._startup_error is None:
-                await asyncio.wait([self._stopping])
+            if self._startup.error is None:
+                await asyncio.wait([self._at.stopping])
 
         try:
             await self._services.host(main)
@@ -233,42 +200,16 @@ class Host(Generic[T]):
         finally:
             self._main_has_ended()
 
+    async def _start_up(self) -> None:
+        await self._startup.run(lambda: self._make(self))
+        if self._startup.succeeded:
+            self.state = "running"
+        set_done(self._at.started)
+
     def _main_has_ended(self) -> None:
         self._services.end()
-        set_done(self._main_ended)
-        set_done(self._started)
-
-    async def _start_up(self) -> None:
-        try:
-            self._value = await self._startup(self)
-        except CancelledError as error:
-            if not self.coordinator.should_stop():
-                self._startup_error = error
-                self.coordinator.request_stop()
-                raise
-            self._startup_error = self._aborted()
-        except BaseException as error:
-            # Reported nowhere: an error of the startup leaves `start` as it is, and is never a clean end. But what
-            # was reported before it came first, and the echo of an abortion is no error.
-            first = self.coordinator.error
-            if first is not None and first is not error:
-                self.coordinator.record(error, f"start of {self.name}")
-                self._startup_error = first
-            elif self.coordinator.should_stop() and isinstance(error, self.coordinator.consequence_types):
-                self._startup_error = self._aborted()
-            else:
-                self._startup_error = error
-            self.coordinator.request_stop()
-        else:
-            self._ran = True
-            if self.coordinator.should_stop():
-                self._startup_error = self._aborted()
-            else:
-                self.state = "running"
-        set_done(self._started)
-
-    def _aborted(self) -> BaseException:
-        return self.coordinator.error or StopRequested(f"start of {self.name}")
+        set_done(self._at.main_ended)
+        set_done(self._at.started)
 
     # ------------------------------------------------------------------ services
 
@@ -304,39 +245,26 @@ class Host(Generic[T]):
         """The records of the services, the oldest first."""
         return self._services.records
 
-    def _running_services(self) -> list[Service]:
-        return [service for service in self._services.running() if service not in self._exempt]
-
     # ------------------------------------------------------------------ the stop
 
     def _on_stop(self) -> None:
         """The stop was requested; a loop callback, once."""
-        if self._stopping.done():
+        if self._at.stopping.done():
             return
         self.state = "stopping"
-        if not self._started.done() or self._startup_error is not None:
+        if not self._at.started.done() or self._startup.error is not None:
             # This aborts the startup: there is nobody to be given grace, and no body to wait for.
             self._services.cancel()
-            set_done(self._grace_over)
-            set_done(self._body_done)
-            set_done(self._settle_wanted)
-            set_done(self._close_wanted)
+            set_done(self._at.grace_over)
+            set_done(self._at.body_done)
+            set_done(self._at.settle_wanted)
+            set_done(self._at.close_wanted)
         elif not self._services.cancelled:
-            self._arm(self.stop_grace_secs)
-        set_done(self._stopping)
+            self._grace.start(self._on_grace_over)
+        set_done(self._at.stopping)
 
-    def _arm(self, secs: float) -> None:
-        due = self.loop.time() + secs
-        self._timer = self.loop.call_later(secs, self._on_grace_over, due)
-
-    def _on_grace_over(self, due: float) -> None:
-        # A loop that stood still (a test runner between two tests) has given nobody any time: give it again.
-        late = self.loop.time() - due
-        if late > max(0.2, 0.2 * self.stop_grace_secs) and self._late_timers < 3:
-            self._late_timers += 1
-            self._arm(self.stop_grace_secs)
-            return
-        waiting = [service.name for service in self._running_services()]
+    def _on_grace_over(self) -> None:
+        waiting = [service.name for service in self.awaited.services()]
         if waiting:
             self.emit(
                 "stop.cancelling",
@@ -345,19 +273,18 @@ class Host(Generic[T]):
                 services=waiting,
             )
         self._services.cancel()
-        if not self._body_done.done() and not self._body_knows and self.on_body_overdue is not None:
+        if not self._at.body_done.done() and not self.awaited.body_asks and self.on_body_overdue is not None:
             self.on_body_overdue()
-        set_done(self._grace_over)
+        set_done(self._at.grace_over)
 
     def hurry(self) -> None:
         """Whoever waits for the end was cancelled: no more grace for the services; twice: none for the last words."""
         self._waits.interrupt()
         self.coordinator.request_stop()
         self._on_stop()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._grace.cancel()
         self._services.cancel()
-        set_done(self._grace_over)
+        set_done(self._at.grace_over)
 
     def _on_interrupt(self) -> None:
         self.hurry()
@@ -365,7 +292,7 @@ class Host(Generic[T]):
 
     def body_ended(self) -> None:
         """The body of the block has ended: settle and release need not wait for it any more."""
-        set_done(self._body_done)
+        set_done(self._at.body_done)
         self.close()
 
     def close(self) -> None:
@@ -373,9 +300,9 @@ class Host(Generic[T]):
         self.coordinator.request_stop()
         self.coordinator.drain()
         self._on_stop()  # where an interrupt has hit the drain that should have called it
-        set_done(self._body_done)
-        set_done(self._settle_wanted)
-        set_done(self._close_wanted)
+        set_done(self._at.body_done)
+        set_done(self._at.settle_wanted)
+        set_done(self._at.close_wanted)
 
     def abandon(self) -> None:
         """End without the loop: everything that can be told to end is told, nothing is waited for.
@@ -384,7 +311,7 @@ class Host(Generic[T]):
         """
         self._abandoned = True
         self.coordinator.request_stop()
-        close_now, self._close_now = self._close_now, None
+        close_now = self._closer.take_close_now()
         try:
             self.loop.call_soon_threadsafe(self._end_abandoned)
         except RuntimeError:  # it is closed
@@ -402,97 +329,25 @@ class Host(Generic[T]):
     async def _bring_down(self) -> None:
         """The closer task: each step is bounded, and a cancellation of this task only takes time away from it."""
         try:
-            await self._bring_down_in_order()
+            await self._closer.bring_down()
         finally:
             self._end_at_once()
 
     def _end_at_once(self) -> None:
         """Whatever happens, those who wait are told. Ctrl-C raises in whatever task has its turn: in ours, too."""
-        close_now, self._close_now = self._close_now, None
-        if not self._finished.done() and close_now is not None:
+        close_now = self._closer.take_close_now()
+        if not self._at.finished.done() and close_now is not None:
             close_now()
         self.state = "stopped"
         self._services.closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._grace.cancel()
         self.coordinator.remove_stop_callback(self._on_stop)
-        set_done(self._settled)
-        set_done(self._finished)
+        set_done(self._at.settled)
+        set_done(self._at.finished)
         if self._abandoned:
             self.coordinator.forget_errors()
             self.coordinator.unbind()
             self._let_go()
-
-    async def _bring_down_in_order(self) -> None:
-        await self._waits.outwait([self._stopping], None)
-        await self._services_end()
-        await self._waits.outwait([self._settle_wanted, self._grace_over], None, any_of=True)
-        # At the end of the grace the body was told: let it get out of the block.
-        await self._waits.outwait([self._settle_wanted], self.kill_grace_secs)
-        await self._last_words()
-        set_done(self._settled)
-        await self._waits.outwait([self._close_wanted], None)
-        self._exempt &= self._closing  # who has called `stop()` has had no more than the others until now
-        await self._services_end()
-        await self._last_words()
-        if self._release is not None:
-            in_time = await self._waits.bounded(self._release, 4 * self.kill_grace_secs, "release")
-            close_now, self._close_now = self._close_now, None
-            if not in_time and close_now is not None:
-                close_now()  # it hangs, or was cancelled with everything else: what can be closed now, is
-        self._late = sorted(service.name for service in set(self._services.running()) - self._closing)
-        self._late += still_running(self._registered_workers())
-        for label, stack in self._busy_threads() if self._busy_threads is not None else ():
-            self._late.append(label)
-            self._late_stack = self._late_stack or stack
-        self.coordinator.forget_registered()
-        self._finished.set_result(None)
-
-    async def _services_end(self) -> None:
-        while running := self._running_services():
-            # The bell: the exempt set has grown, by a service that calls stop().
-            await self._waits.outwait(
-                [*(s.ended for s in running), self._grace_over, self._waits.bell], None, any_of=True
-            )
-            if self._grace_over.done():
-                break
-        deadline = self.loop.time() + self.kill_grace_secs
-        while (running := self._running_services()) and (left := deadline - self.loop.time()) > 0:
-            await self._waits.outwait([s.ended for s in running], left)
-        if not self._exempt and not self._running_services():
-            left = max(0.0, deadline - self.loop.time())
-            await self._waits.outwait([self._main_ended], left)
-        await self._registered_end()
-
-    async def _registered_end(self) -> None:
-        """Threads and tasks that registered with the coordinator have the same grace as the services."""
-        workers = self._registered_workers()
-        if not still_running(workers):
-            return
-        ended = keep(self.loop.create_task(outlast(workers, self._stopping, self.grace_left)))
-        await self._waits.outwait([ended, self._grace_over], None, any_of=True)
-        if not ended.done():  # somebody is in a hurry: tasks can be told, threads cannot
-            ended.cancel()
-            for worker in workers:
-                if not isinstance(worker, threading.Thread):
-                    worker.cancel()
-
-    def _registered_workers(self) -> list[Worker]:
-        """Those that registered, but for whoever waits for them here."""
-        waiting = {self.body_task, *self._askers} - {None}
-        return [
-            worker
-            for worker in self.coordinator.registered
-            if worker not in waiting and getattr(worker, "running_in", None) not in waiting
-        ]
-
-    async def _last_words(self) -> None:
-        if self._settle is None or not self._ran or self._startup_error is not None or self._waits.interrupts > 1:
-            return
-        if not self._out_of_words:
-            self._out_of_words = not await self._waits.bounded(
-                self._settle, self.grace_left, "final save", can_be_skipped=True
-            )
 
     # ------------------------------------------------------------------ waiting for the end
 
@@ -506,25 +361,17 @@ class Host(Generic[T]):
             StopGraceExceeded: Services outlived their grace.
         """
         self._check_loop("stop()")
-        me = asyncio.current_task()
-        callers = self._services.of_task(me)
-        self._exempt |= callers
-        self._stoppers |= callers
-        if me is not None:
-            self._askers.add(me)
-        self._body_knows |= me is self.body_task if self.body_task is not None else not callers
+        self.awaited.stop_asked()
         self._waits.ring()
         self.coordinator.request_stop()
         self.coordinator.drain()
         self._on_stop()
-        set_done(self._settle_wanted)
+        set_done(self._at.settle_wanted)
         try:
-            await asyncio.wait([self._settled])
+            await asyncio.wait([self._at.settled])
             self.coordinator.mark_joined()
             self.coordinator.raise_requested_exception()
-            # But for who asks: a block that ends meanwhile has the callers of `stop()` counted again.
-            late = sorted({service.name for service in self._running_services() if service not in self._stoppers})
-            late += still_running(self._registered_workers())
+            late = self.awaited.late_for_stop()
             if late and not ignore_live_threads:
                 raise StopGraceExceeded(late, self.stop_grace_secs)
         finally:
@@ -538,29 +385,26 @@ class Host(Generic[T]):
         then.
         """
         self._check_loop("join()")
-        self._closing |= (callers := self._services.of_task(asyncio.current_task()))
-        if (me := asyncio.current_task()) is not None:
-            self._askers.add(me)
-        self._exempt |= callers
+        is_service = self.awaited.join_asked()
         self._waits.ring()
         cancellations: list[CancelledError] = []
-        while not self._finished.done():
+        while not self._at.finished.done():
             try:
                 # The first wait is open to an anyio scope of the caller. Later ones are not: a cancelled scope
                 # would cancel again in each cycle of the loop.
                 with anyio.CancelScope(shield=bool(cancellations)):
-                    await asyncio.wait([self._finished])
+                    await asyncio.wait([self._at.finished])
             except CancelledError as error:
                 # A cancelled anyio scope tells again what has brought us here: one event, however busy the loop is.
                 told_again = not cancellations and anyio.current_effective_deadline() == -math.inf
                 cancellations.append(error)
                 if not (told_again and self.interrupted):
                     self.hurry()
-        if self._closing and not callers:
+        if self.awaited.closed_by_service and not is_service:
             # A service has closed the session, and goes on only now, as we do: see it off.
             try:
                 with anyio.CancelScope(shield=True):
-                    await asyncio.wait([self._main_ended], timeout=self.kill_grace_secs)
+                    await asyncio.wait([self._at.main_ended], timeout=self.kill_grace_secs)
             except CancelledError as error:
                 cancellations.append(error)
         self._let_go()
@@ -579,20 +423,26 @@ class Host(Generic[T]):
 
     def _let_go(self) -> None:
         """Drop the references that would keep the value alive until the garbage collector comes."""
-        self._value = None
-        self._startup = _gone
-        self._settle = self._release = self._close_now = self._busy_threads = None
+        self._startup.value = None
+        self._make = _gone
+        self._closer.let_go()
+        self.awaited.let_go()
         self._waits.on_interrupt = _nothing
         self.on_body_overdue = None
-        self.body_task = None
-        self._askers = set()
+
+    @property
+    def stop_grace_secs(self) -> float:
+        """What the services and the body have after the stop, in seconds."""
+        return self._grace.secs
+
+    @stop_grace_secs.setter
+    def stop_grace_secs(self, secs: float) -> None:
+        self._grace.secs = secs
 
     @property
     def grace_left(self) -> float:
         """What the stop has left of the grace, in seconds; never less than the kill grace."""
-        asked = self.coordinator.stop_requested_at
-        used = 0.0 if asked is None else time.monotonic() - asked
-        return max(self.kill_grace_secs, self.stop_grace_secs - used)
+        return self._grace.left
 
     @property
     def interrupted(self) -> bool:
@@ -602,17 +452,17 @@ class Host(Generic[T]):
     @property
     def finished(self) -> bool:
         """Whether everything has ended."""
-        return self._finished.done()
+        return self._at.finished.done()
 
     @property
     def late(self) -> list[str]:
         """Names of what was still running at the end."""
-        return self._late
+        return self._closer.late
 
     @property
     def late_stack(self) -> str:
         """Formatted stack of the thread that was still busy at the end."""
-        return self._late_stack
+        return self._closer.late_stack
 
 
 async def _gone(host: Host[Any]) -> Any:
