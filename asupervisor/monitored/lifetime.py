@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.clock import Clock
-from asupervisor.errors import SessionClosed, StopRequested
+from asupervisor.errors import SessionClosed, StopRequested, describe
 from asupervisor.events import EventHub, Status
 from asupervisor.hooks.chain import HookChain
 from asupervisor.hooks.protocol import HookOutcome
@@ -259,7 +259,7 @@ class Lifetime:
             state=state,
             restarts=self.incarnations.history.total,
             outcome=self.outcome,
-            error=status.error if error is None else repr(error),
+            error=status.error if error is None else describe(error),
         )
 
     # ------------------------------------------------------------------ the end
@@ -302,7 +302,7 @@ class Lifetime:
             f"clean end, told by {op or 'the body'}: {type(error).__name__}: {text}",
             where="the body",
             op=op,
-            error=repr(error),
+            error=describe(error),
         )
 
     async def _settle(self) -> None:
