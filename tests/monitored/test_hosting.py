@@ -199,14 +199,19 @@ async def test_a_device_thread_that_is_stuck_holds_nobody(tmp_path: Path, caplog
     """A hook that never returns, in the enter: the caller is released within seconds, and told what is missing."""
     made, sess = made_in(tmp_path)
     gate, left = threading.Event(), Hook()
-    made.hook.after_create_session = lambda session, coord: gate.wait(60)
+    loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
+
+    def stuck(session: Any, coord: Any) -> None:
+        loop.call_soon_threadsafe(limit.reschedule, loop.time())  # no sooner: it would not be stuck yet
+        gate.wait(60)
+
+    made.hook.after_create_session = stuck
     sess = MonitoredSession(hooks=[left, made.hook], graph=made.graph)
-    begun = asyncio.get_running_loop().time()
+    begun = loop.time()
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
-            async with sess:
-                raise AssertionError
-    assert asyncio.get_running_loop().time() - begun < 10
+        async with limit, sess:
+            raise AssertionError
+    assert loop.time() - begun < 10
     assert "no last call" in caplog.text
     gate.set()
 
