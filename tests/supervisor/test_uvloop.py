@@ -74,8 +74,9 @@ def test_cancelled(model: Callable[..., Any], tmp_path: Path, saved: Any) -> Non
     async def main() -> None:
         sv = Supervisor(graph=made.graph, logdir=str(tmp_path), stop_grace_secs=60)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5), sv.managed_session() as sess:
+            async with asyncio.timeout(None) as limit, sv.managed_session() as sess:
                 await sess.run(made.train, made.feed)
+                limit.reschedule(asyncio.get_running_loop().time())
                 await asyncio.Event().wait()
 
     run(main())
