@@ -1786,7 +1786,9 @@ async def test_next():
                     "-c",
                     os.devnull,
                     f"--rootdir={directory}",
+                    f"--confcutdir={directory}",  # otherwise every directory above it is looked through
                     "--assert=plain",
+                    "--tb=native",
                     "-s",
                     "-q",
                     "-W",
@@ -2118,7 +2120,14 @@ def preload(all_cases: Sequence[tuple[str, str]]) -> None:
     for name in {module for host_name, _ in all_cases for module in HOSTS[host_name].needs}:
         importlib.import_module(name)
         if name == "pytest_asyncio":
-            import pytest_asyncio.plugin  # noqa: F401
+            from _pytest.config import default_plugins
+
+            for plugin in (
+                "anyio.pytest_plugin",
+                "pytest_asyncio.plugin",
+                *(f"_pytest.{one}" for one in default_plugins),
+            ):
+                importlib.import_module(plugin)
         if name == "fastapi":
             import starlette.testclient  # noqa: F401
 
