@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ import asupervisor
 from asupervisor.testing import guards
 from asupervisor.testing.clock import ManualClock
 from asupervisor.testing.stalls import blame_package
+from tests.forks import Forks, environ_of_children
 
 pytest_plugins = ["pytester"]
 
@@ -179,135 +176,16 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-def _fresh_environ() -> dict[str, str]:
-    root = str(Path(asupervisor.__file__).parent.parent)
-    environ = dict(os.environ)
-    environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
-    environ["PYTHONUNBUFFERED"] = "1"
-    environ.pop("ASUPERVISOR_TEST_TF_MODE", None)
-    environ.pop("PYTEST_CURRENT_TEST", None)
-    return environ
-
-
 @pytest.fixture(scope="session")
 def environ() -> dict[str, str]:
     """Like `fresh_environ`, for fixtures of a wider scope."""
-    return _fresh_environ()
+    return environ_of_children()
 
 
 @pytest.fixture
 def fresh_environ() -> dict[str, str]:
     """The environment for a Python process that imports this asupervisor."""
-    return _fresh_environ()
-
-
-class Forked:
-    """A Python program in a process of its own; looks like `subprocess.Popen`.
-
-    Args:
-        control: The socket of `forking.py`.
-        arguments: What to give to the interpreter: a script, ``-c`` or ``-m``, and their arguments.
-        cwd: Its directory.
-        environ: Its environment.
-        stdout: A descriptor, or `subprocess.PIPE`.
-        stderr: A descriptor, or `subprocess.PIPE`.
-    """
-
-    def __init__(
-        self,
-        control: socket.socket,
-        arguments: Sequence[Any],
-        cwd: Any,
-        environ: dict[str, str],
-        stdout: int,
-        stderr: int,
-    ) -> None:
-        self.args = [str(argument) for argument in arguments]
-        self.returncode: int | None = None
-        theirs = [os.open(os.devnull, os.O_RDONLY)]
-        self.stdout, self.stderr = (self._stream(which, theirs) for which in (stdout, stderr))
-        answer, write = os.pipe()
-        self._answer = open(answer)  # noqa: SIM115
-        request = {"arguments": self.args, "cwd": str(cwd), "environ": environ}
-        socket.send_fds(control, [json.dumps(request).encode() + b"\n"], [*theirs, write])
-        for descriptor in (*theirs, write):
-            os.close(descriptor)
-        self.pid = int(self._answer.readline())
-
-    @staticmethod
-    def _stream(which: int, theirs: list[int]) -> Any:
-        if which != subprocess.PIPE:
-            theirs.append(os.dup(which))
-            return None
-        ours, write = os.pipe()
-        theirs.append(write)
-        return open(ours)
-
-    def poll(self) -> int | None:
-        return self._wait(0)
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self._wait(timeout) is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired(self.args, timeout)
-        assert self.returncode is not None
-        return self.returncode
-
-    def _wait(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._answer], [], [], timeout)[0]:
-            self.returncode = int(self._answer.readline())
-            self._answer.close()
-        return self.returncode
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        texts = {stream: "" for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed}
-        readers = [threading.Thread(target=lambda s=stream: texts.update({s: s.read()})) for stream in texts]
-        for reader in readers:
-            reader.start()
-        try:
-            self.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise
-        finally:
-            for reader in readers:
-                reader.join()
-            for stream in texts:
-                stream.close()
-        return texts.get(self.stdout, ""), texts.get(self.stderr, "")
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class Forks:
-    """Runs Python programs as `subprocess` does, in forks of a process that has imported what is heavy."""
-
-    def __init__(self, control: socket.socket, environ: dict[str, str]) -> None:
-        self._control = control
-        self._environ = environ
-
-    def start(
-        self,
-        *arguments: Any,
-        cwd: Any = ".",
-        environ: dict[str, str] | None = None,
-        stdout: int = subprocess.PIPE,
-        stderr: int = subprocess.PIPE,
-    ) -> Forked:
-        """Start a program; the test waits for its end."""
-        cwd = os.path.abspath(cwd)
-        return Forked(self._control, arguments, cwd, environ or self._environ, stdout, stderr)
-
-    def run(self, *arguments: Any, timeout: float = 110, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end."""
-        process = self.start(*arguments, **options)
-        stdout, stderr = process.communicate(timeout)
-        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)  # type: ignore[arg-type]
+    return environ_of_children()
 
 
 @pytest.fixture(scope="session")
@@ -315,15 +193,9 @@ def forks() -> Iterator[Forks]:
     """See `Forks`. One such process for the whole run, from the first test on that asks for it."""
     if not hasattr(os, "fork"):
         pytest.skip("no fork here")
-    environ = _fresh_environ()
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, str(Path(__file__).with_name("forking.py"))]
-    with theirs:
-        process = subprocess.Popen(command, env=environ, stdin=theirs, stdout=subprocess.DEVNULL)
-    yield Forks(ours, environ)
-    ours.close()
-    process.kill()  # to end by itself would take it seconds
-    process.wait()
+    made = Forks()
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """A process that has imported what is heavy and forks for each program that a test runs: that saves seconds each time.
 
-Started by the fixture `forked` of conftest.py, with a socket as its standard input; it ends when that is closed. A
-request is a line of JSON (arguments of the interpreter, directory, environment) with four descriptors: the program's
-streams, and where to write the number of its process and, at its end, its status. What a program sees is what the
-interpreter would give it: its own main module, arguments, streams, signal handlers, and the real exit of an
-interpreter.
+Started by `Forks` (forks.py), with a socket as its standard input; it ends when that is closed. A request is a line of
+JSON (arguments of the interpreter, directory, environment) with four descriptors: the program's streams, and where to
+write the number of its process and, at its end, its status and the time. Where nobody reads that any more, the program
+is killed. What a program sees is what the interpreter would give it: its own main module, arguments, streams, signal
+handlers, and the real exit of an interpreter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import io
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +28,8 @@ HEAVY = (
     "tensorflow",
     "asupervisor.supervisor",
     "asupervisor.monitored",
+    "asupervisor.loops",
+    "asupervisor.cluster",
     "asupervisor.summary.journal",
     "asupervisor.testing.plugin",
     "sklearn.datasets",
@@ -51,7 +55,6 @@ def main() -> list[str] | None:
         if not request:
             return None
         if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
             return keep(descriptors, json.loads(request))
         for descriptor in descriptors:
@@ -68,9 +71,16 @@ def receive(control: socket.socket) -> tuple[bytes, list[int]]:
 def keep(descriptors: list[int], request: dict[str, Any]) -> list[str]:
     """Fork the program, tell its number, and its status when it has ended. Returns in the program only."""
     *streams, answer = descriptors
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake)
     pid = os.fork()
     if pid == 0:
-        os.close(answer)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for descriptor in (answer, woken, wake):
+            os.close(descriptor)
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
             os.close(descriptor)
@@ -80,10 +90,27 @@ def keep(descriptors: list[int], request: dict[str, Any]) -> list[str]:
         for descriptor in streams:
             os.close(descriptor)
         os.write(answer, f"{pid}\n".encode())
-        _, status = os.waitpid(pid, 0)
-        os.write(answer, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        status = outlive(pid, woken, answer)
+        os.write(answer, f"{os.waitstatus_to_exitcode(status)} {time.time()}\n".encode())
     finally:
         os._exit(0)
+
+
+def outlive(pid: int, woken: int, answer: int) -> int:
+    """Wait until the program ends, or end it where nobody waits for it any more; its status."""
+    poll = select.poll()
+    poll.register(woken, select.POLLIN)
+    poll.register(answer, 0)  # told is only that nobody reads
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == woken:
+                os.read(woken, 64)
+            else:
+                os.kill(pid, signal.SIGKILL)
+                poll.unregister(answer)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
 
 
 def become(request: dict[str, Any]) -> list[str]:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from asupervisor.checkpoint.catalogue import checkpoints
 from tests.benchmarks.measure import Report
-from tests.cluster.harness import Cluster, Process, Zygote, cluster_of
+from tests.cluster.harness import Cluster, Process, cluster_of
+from tests.forks import Forks
 
 PATIENCE_SECS = 45.0
 FREEZE_SECS = 12.0
@@ -32,7 +33,7 @@ Case = Callable[[Callable[..., Cluster]], dict[str, float]]
 
 async def cases(report: Report, repeats: int, scale: float) -> None:
     """Every case with every peer; few repeats, and of TensorFlow's one, since those take their time."""
-    zygote = Zygote()
+    forks = Forks()
     try:
         for case, goals in CASES.items():
             samples: dict[str, list[float]] = {}
@@ -40,7 +41,7 @@ async def cases(report: Report, repeats: int, scale: float) -> None:
                 for name, (program, family) in PEERS.items():
                     if repeat and program == "tf_replica":
                         continue
-                    with _made(zygote, program, family) as make:
+                    with _made(forks, program, family) as make:
                         for what, secs in case(make).items():
                             samples.setdefault(f"{name}: {what}", []).append(secs)
             title = f"cluster: {(case.__doc__ or '').strip().rstrip('.')}"
@@ -51,16 +52,16 @@ async def cases(report: Report, repeats: int, scale: float) -> None:
                     if key in samples:
                         report.add_check(title, f"{key}, longest", max(samples[key]), limit)
     finally:
-        zygote.close()
+        forks.close()
 
 
 @contextmanager
-def _made(zygote: Zygote, program: str, family: str) -> Iterator[Callable[..., Cluster]]:
+def _made(forks: Forks, program: str, family: str) -> Iterator[Callable[..., Cluster]]:
     with tempfile.TemporaryDirectory() as directory:
         made: list[Cluster] = []
 
         def make(**arguments: object) -> Cluster:
-            context = cluster_of(zygote, Path(directory), program=program, family=family, **arguments)
+            context = cluster_of(forks, Path(directory), program=program, family=family, **arguments)
             contexts.append(context)
             made.append(context.__enter__())
             return made[-1]

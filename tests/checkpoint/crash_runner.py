@@ -1,7 +1,7 @@
 """Runs children that train and save in a directory, and kills them; a script, for `test_crash.py`.
 
-TensorFlow is imported once, here; each child is a fork that starts TensorFlow's runtime for itself. So a case costs a
-fraction of a second, and the children are real processes that die by a real SIGKILL.
+Each child is a fork that starts TensorFlow's runtime for itself. So a case costs a fraction of a second, and the
+children are real processes that die by a real SIGKILL.
 
 Reads one JSON object per line: a case. Writes one JSON object per line: what the next run found.
 """

@@ -10,59 +10,31 @@ import json
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-POINTS = [
-    "temporary",
-    "before-write",
-    "after-write",
-    "before-fsync",
-    "after-fsync",
-    "before-record",
-    "after-record",
-    "before-rename.data-00000-of-00001",
-    "before-rename.meta",
-    "before-rename.index",
-    "before-manifest",
-    "after-manifest",
-    "before-state",
-    "after-state",
-    "before-delete",
-    "after-tombstone",
-    "within-delete",
-    "after-delete",
-]
+from tests.checkpoint.points import POINTS
+from tests.forks import Forks
+
 ROLLED_FORWARD = POINTS[POINTS.index("after-record") :]
 
 Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """One process that imports TensorFlow once and forks a child for each case."""
-    import asupervisor
-
-    root = str(Path(asupervisor.__file__).parent.parent)
-    environ = {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": "/usr/bin:/bin"}
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("crash_runner.py"))],
-        env=environ,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+def runner(forks: Forks) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """One process that forks a child for each case."""
+    process = forks.start(Path(__file__).with_name("crash_runner.py"), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdin and process.stdout
+    to, from_it = process.stdin, process.stdout
 
     def run(case: dict[str, Any]) -> dict[str, Any]:
-        assert process.stdin and process.stdout
-        process.stdin.write(json.dumps(case) + "\n")
-        process.stdin.flush()
-        answer = json.loads(process.stdout.readline())
+        to.write(json.dumps(case) + "\n")
+        to.flush()
+        answer = json.loads(from_it.readline())
         assert isinstance(answer, dict)
         return answer
 

@@ -15,27 +15,7 @@ from asupervisor.checkpoint import manifest as mf
 from asupervisor.checkpoint import writer
 from asupervisor.checkpoint.retention import KeepAll, LatestN
 from asupervisor.checkpoint.store import CheckpointStore
-
-POINTS = [
-    "temporary",
-    "before-write",
-    "after-write",
-    "before-fsync",
-    "after-fsync",
-    "before-record",
-    "after-record",
-    "before-rename.data-00000-of-00001",
-    "before-rename.meta",
-    "before-rename.index",
-    "before-manifest",
-    "after-manifest",
-    "before-state",
-    "after-state",
-    "before-delete",
-    "after-tombstone",
-    "within-delete",
-    "after-delete",
-]
+from tests.checkpoint.points import POINTS
 
 
 class Accident(Exception):

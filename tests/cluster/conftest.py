@@ -8,19 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import Cluster, Zygote, cluster_of
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    """Forks for each task."""
-    made = Zygote()
-    yield made
-    made.close()
+from tests.cluster.harness import Cluster, cluster_of
+from tests.forks import Forks
 
 
 @pytest.fixture
-def cluster(zygote: Zygote, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def cluster(forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     """Makes a cluster of which no process runs yet; whatever runs at the end is ended."""
     with ExitStack() as stack:
-        yield lambda **arguments: stack.enter_context(cluster_of(zygote, tmp_path, **arguments))
+        yield lambda **arguments: stack.enter_context(cluster_of(forks, tmp_path, **arguments))

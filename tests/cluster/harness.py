@@ -5,96 +5,44 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import asupervisor
 from asupervisor.cluster.ports import PortReservation
+from tests.forks import Forks
 
-
-class Zygote:
-    """The process that forks for each task."""
-
-    def __init__(self) -> None:
-        root = str(Path(asupervisor.__file__).parent.parent)
-        environ = dict(os.environ)
-        environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "programs.py")],
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            bufsize=1,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-        self._started: queue.Queue[tuple[int, int]] = queue.Queue()
-        self._ended: dict[int, tuple[int, float]] = {}
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            news = json.loads(line)
-            if "started" in news:
-                self._started.put((news["started"], news["pid"]))
-            else:
-                with self._news:
-                    self._ended[news["ended"]] = (news["status"], time.time())
-                    self._news.notify_all()
-
-    def fork(self, program: str, output: Path, environ: dict[str, str], arguments: dict[str, Any]) -> tuple[int, int]:
-        """Start a program; its number, and its process id."""
-        assert self._process.stdin is not None
-        request = {"program": program, "output": str(output), "environ": environ, "arguments": arguments}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._started.get(timeout=30)
-
-    def status_of(self, number: int, timeout_secs: float) -> tuple[int, float] | None:
-        """Exit status and time of the end, or None where it does not end in time."""
-        with self._news:
-            self._news.wait_for(lambda: number in self._ended, timeout_secs)
-            return self._ended.get(number)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # it ends its children
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join(10)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+PROGRAMS = Path(__file__).with_name("programs.py")
+MODE = "ASUPERVISOR_TEST_TF_MODE"
 
 
 class Process:
     """One task, or who looks on."""
 
-    def __init__(self, zygote: Zygote, name: str, forked: tuple[int, int], output: Path, begun_at: float) -> None:
-        self._zygote = zygote
+    def __init__(
+        self, forks: Forks, name: str, program: str, output: Path, environ: dict[str, str], arguments: dict[str, Any]
+    ) -> None:
         self._output = output
-        self._number, self.pid = forked
         self.name = name
-        self.begun_at = begun_at
+        self.begun_at = time.time()
         self.killed_at = 0.0
+        with output.open("a") as file:
+            self._forked = forks.start(
+                PROGRAMS,
+                program,
+                json.dumps(arguments),
+                environ={**forks.environ, MODE: os.environ.get(MODE, ""), **environ},
+                stdout=file.fileno(),
+                stderr=file.fileno(),
+            )
+        self.pid = self._forked.pid
 
     @property
     def text(self) -> str:
-        return self._output.read_text(errors="replace") if self._output.exists() else ""
+        return self._output.read_text(errors="replace")
 
     def records(self, *kinds: str, since: float = 0.0) -> list[dict[str, Any]]:
         """What it has told, of some kinds."""
@@ -106,6 +54,13 @@ class Process:
                     if (not kinds or record["kind"] in kinds) and record["t"] >= since:
                         found.append(record)
         return found
+
+    def wait_for_text(self, text: str, timeout_secs: float = 30.0) -> None:
+        """Wait until it has written something."""
+        deadline = time.monotonic() + timeout_secs
+        while text not in self.text:
+            assert time.monotonic() < deadline, f"{self.name}: no {text!r} within {timeout_secs:g} s:\n{self.text}"
+            time.sleep(0.01)
 
     def wait_for(
         self,
@@ -140,26 +95,27 @@ class Process:
 
     @property
     def running(self) -> bool:
-        return self._zygote.status_of(self._number, 0.0) is None
+        return self._forked.poll() is None
 
     def wait(self, timeout_secs: float = 30.0) -> int:
         """The exit status: negative for a signal."""
-        ended = self._zygote.status_of(self._number, timeout_secs)
-        assert ended is not None, f"{self.name} did not end within {timeout_secs:g} s:\n{self.text[-6000:]}"
-        return ended[0]
+        try:
+            return self._forked.wait(timeout_secs)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not end within {timeout_secs:g} s:\n{self.text[-6000:]}") from None
 
     @property
     def ended_at(self) -> float:
-        ended = self._zygote.status_of(self._number, 0.0)
-        assert ended is not None
-        return ended[1]
+        assert self._forked.poll() is not None
+        assert self._forked.ended_at is not None
+        return self._forked.ended_at
 
 
 class Cluster:
     """A cluster whose tasks are started, killed and frozen one by one.
 
     Args:
-        zygote: Who forks.
+        forks: Who forks.
         directory: For outputs and checkpoints.
         ps: How many parameter servers.
         workers: How many workers, beside the chief.
@@ -169,7 +125,7 @@ class Cluster:
 
     def __init__(
         self,
-        zygote: Zygote,
+        forks: Forks,
         directory: Path,
         *,
         ps: int = 1,
@@ -177,7 +133,7 @@ class Cluster:
         program: str = "replica",
         **arguments: Any,
     ) -> None:
-        self._zygote = zygote
+        self._forks = forks
         self._directory = directory
         self._program = program
         self._arguments = {"logdir": str(directory / "logdir"), **arguments}
@@ -215,8 +171,7 @@ class Cluster:
 
     def _start(self, name: str, program: str, environ: dict[str, str], arguments: dict[str, Any]) -> Process:
         output = self._directory / f"{name}.{len(self.processes)}.txt"
-        begun_at = time.time()
-        process = Process(self._zygote, name, self._zygote.fork(program, output, environ, arguments), output, begun_at)
+        process = Process(self._forks, name, program, output, environ, arguments)
         self.processes.append(process)
         return process
 
@@ -236,10 +191,10 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster_of(zygote: Zygote, directory: Path, **arguments: Any) -> Iterator[Cluster]:
+def cluster_of(forks: Forks, directory: Path, **arguments: Any) -> Iterator[Cluster]:
     """A cluster, which is ended with the block."""
     directory.mkdir(parents=True, exist_ok=True)
-    made = Cluster(zygote, directory, **arguments)
+    made = Cluster(forks, directory, **arguments)
     try:
         yield made
     except AssertionError as error:

@@ -1,7 +1,7 @@
 """Tasks of real clusters, for the tests and the benchmarks: ours, and TensorFlow's own on the same model.
 
-Run as a program it imports everything once and forks for each task (`harness.py`), which saves each of them seconds.
-What a task has to tell, it writes as lines of JSON, each with its time.
+The first argument is which one, the second one its arguments, as JSON (`harness.py`). What a task has to tell, it
+writes as lines of JSON, each with its time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import select
-import signal
 import sys
 import time
 import traceback
@@ -319,52 +317,10 @@ def waits(*, handled: bool) -> None:
     cluster.run(main)
 
 
-# ------------------------------------------------------------------------------------------ the zygote
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    children: dict[int, int] = {}  # process ids are used again: what has a number of its own is a child
-    number = 0
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    while True:
-        if select.select([sys.stdin], [], [], 0.01)[0]:
-            line = sys.stdin.readline()
-            if not line:
-                break
-            request = json.loads(line)
-            pid = os.fork()
-            if pid == 0:
-                become(request)
-                return
-            number += 1
-            children[pid] = number
-            print(json.dumps({"started": number, "pid": pid}), flush=True)
-        for pid in list(children):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                ended = {"ended": children.pop(pid), "status": os.waitstatus_to_exitcode(status)}
-                print(json.dumps(ended), flush=True)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-
-
-def become(request: dict[str, Any]) -> None:
-    file = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.environ.update(request["environ"])
+if __name__ == "__main__":
     try:
-        globals()[request["program"]](**request["arguments"])
-    except Exception:
+        globals()[sys.argv[1]](**json.loads(sys.argv[2]))
+    except Exception:  # at once: TensorFlow's server has no orderly end
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ import tensorflow as tf
 from asupervisor import _tf
 from asupervisor.cluster import EXIT_LOST, exit_code, run
 from asupervisor.errors import ClusterConfigError, ModelLost, PeersUnreachable, PortInUse, RecoveryExhausted
-from tests.cluster.harness import Zygote
+from tests.cluster.harness import Process
+from tests.forks import Forks
 
 LOST = tf.errors.UnavailableError(None, None, "gone")
 
@@ -61,36 +60,29 @@ def test_a_model_that_did_not_become_ready_is_worth_another_start() -> None:
         ("exit", 7, ""),
     ],
 )
-def test_a_process_ends_with_its_code(zygote: Zygote, tmp_path: Path, how: str, code: int, says: str) -> None:
-    output = tmp_path / "output"
-    ended = zygote.status_of(zygote.fork("ends", output, {}, {"how": how})[0], 30)
-    assert ended is not None
-    assert ended[0] == code
-    text = output.read_text()
-    assert says in text
-    assert ("Traceback" in text) == (says == "Traceback")
+def test_a_process_ends_with_its_code(forks: Forks, tmp_path: Path, how: str, code: int, says: str) -> None:
+    process = Process(forks, "it", "ends", tmp_path / "output", {}, {"how": how})
+    assert process.wait() == code
+    assert says in process.text
+    assert ("Traceback" in process.text) == (says == "Traceback")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("handled", [False, True])
-def test_a_signal_cancels_what_nobody_else_ends(zygote: Zygote, tmp_path: Path, number: int, handled: bool) -> None:
-    output = tmp_path / "output"
-    number_of_it, pid = zygote.fork("waits", output, {}, {"handled": handled})
-    while not output.exists() or "waiting" not in output.read_text():
-        time.sleep(0.01)
-    os.kill(pid, number)
+def test_a_signal_cancels_what_nobody_else_ends(forks: Forks, tmp_path: Path, number: int, handled: bool) -> None:
+    process = Process(forks, "it", "waits", tmp_path / "output", {}, {"handled": handled})
+    process.wait_for_text("waiting")
+    process.signal(number)
     if handled:  # the first one is somebody else's business
-        while "told" not in output.read_text():
-            time.sleep(0.01)
-        assert zygote.status_of(number_of_it, 0.2) is None
-        os.kill(pid, number)
-    ended = zygote.status_of(number_of_it, 30)
-    assert ended is not None
+        process.wait_for_text("told")
+        with pytest.raises(AssertionError, match="did not end"):
+            process.wait(0.2)
+        process.signal(number)
     if handled and number == signal.SIGTERM:  # the second one acts as if there were nobody
-        assert ended[0] == -signal.SIGTERM
+        assert process.wait() == -signal.SIGTERM
     else:
-        assert ended[0] == 128 + number
-        assert "cleaned up" in output.read_text()
+        assert process.wait() == 128 + number
+        assert "cleaned up" in process.text
 
 
 def test_signals_need_the_main_thread() -> None:

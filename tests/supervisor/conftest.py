@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import select
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,7 +15,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-import asupervisor
+from tests.forks import Forked, Forks
 
 tf1 = tf.compat.v1
 
@@ -125,94 +121,56 @@ def heard() -> Callable[..., Awaitable[Any]]:
 class Child:
     """A program of `programs.py` in a process of its own."""
 
-    def __init__(self, zygote: subprocess.Popen[str], pid: int, output: Path) -> None:
-        self._zygote = zygote
+    def __init__(self, process: Forked, output: Path) -> None:
+        self._process = process
         self._output = output
-        self.pid = pid
         self.secs = 0.0
-        self._ended = False
 
     @property
     def output(self) -> str:
-        return self._output.read_text() if self._output.exists() else ""
+        return self._output.read_text()
 
-    def wait_for(self, text: str, timeout_secs: float = 30.0) -> None:
-        """Wait until it has written something."""
+    def wait_for(self, text: str, *, times: int = 1, timeout_secs: float = 30.0) -> None:
+        """Wait until it has written something, so many times."""
         deadline = time.monotonic() + timeout_secs
-        while text not in self.output:
+        while self.output.count(text) < times:
             if time.monotonic() > deadline:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
+                self._process.kill()
                 raise AssertionError(f"{text!r} did not come:\n{self.output}")
             time.sleep(0.005)
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        self._process.send_signal(number)
 
     def wait(self, timeout_secs: float = 30.0) -> int:
         """Wait for its end; the exit status as `subprocess` gives it: negative for a signal."""
-        assert self._zygote.stdout is not None
         begun = time.monotonic()
-        ready, _, _ = select.select([self._zygote.stdout], [], [], timeout_secs)
-        self.secs = time.monotonic() - begun
-        if not ready:
-            os.kill(self.pid, signal.SIGKILL)
-        status = int(self._zygote.stdout.readline())
-        self._ended = True
-        assert ready, f"it did not end within {timeout_secs:g} s:\n{self.output}"
-        return status
+        try:
+            return self._process.wait(timeout_secs)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {timeout_secs:g} s:\n{self.output}") from None
+        finally:
+            self.secs = time.monotonic() - begun
 
     def end(self) -> None:
-        """Whatever became of the test: it is not left behind, and the zygote is free for the next one."""
-        if not self._ended:
-            with contextlib.suppress(AssertionError):
-                self.wait(0.0)
-
-
-@pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """A process that has imported everything and forks for each child, which saves each of them seconds."""
-    root = str(Path(asupervisor.__file__).parent.parent)
-    environ = dict(os.environ)
-    environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
-    environ["PYTHONUNBUFFERED"] = "1"
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "programs.py")],
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        bufsize=1,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    yield process
-    assert process.stdin is not None
-    # Not `communicate`: a child of a child may hold the other end of its output, for as long as it likes.
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
+        """Whatever became of the test: it is not left behind."""
+        self._process.kill()
+        self._process.wait(10)
 
 
 @pytest.fixture
-def child(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Callable[..., Child]]:
-    """Starts a program of `programs.py`; one at a time, and the test waits for it."""
+def child(forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    """Starts a program of `programs.py`; the test waits for it."""
     started: list[Child] = []
+    programs = Path(__file__).with_name("programs.py")
 
     def start(program: str, **arguments: Any) -> Child:
-        assert zygote.stdin is not None
-        assert zygote.stdout is not None
-        output = tmp_path / f"{program}-{time.monotonic_ns()}.txt"
-        request = {"program": program, "output": str(output), "arguments": arguments}
-        zygote.stdin.write(json.dumps(request) + "\n")
-        zygote.stdin.flush()
-        started.append(Child(zygote, int(zygote.stdout.readline()), output))
+        path = tmp_path / f"{program}-{len(started)}.txt"
+        with path.open("a") as output:
+            process = forks.start(
+                programs, program, json.dumps(arguments), stdout=output.fileno(), stderr=output.fileno()
+            )
+        started.append(Child(process, path))
         return started[-1]
 
     yield start

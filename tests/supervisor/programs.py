@@ -1,13 +1,14 @@
-"""Programs that the tests start in processes of their own, to interrupt them; see `child` in conftest.py."""
+"""Programs that the tests start in processes of their own, to interrupt them; see `child` in conftest.py.
+
+The first argument is which one, the second one its arguments, as JSON.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import asupervisor
+from asupervisor.runtime import signals
 
 tf1 = tf.compat.v1
 
@@ -120,31 +122,12 @@ def slow_save(logdir: str, **options: Any) -> None:
         async with sv.managed_session() as sess:
             await sv.save()
             await sess.run(made.train)  # so there is something to save in the end
+            signals.subscribe(lambda number: os.write(1, b"told\n"))
             print("running", flush=True)
             await sv.wait_for_stop()
 
     asyncio.run(main())
 
 
-def main() -> None:
-    # The tests may run where SIGINT is ignored, as shells do it for jobs in the background.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    while line := sys.stdin.readline():
-        request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            file = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            os.close(0)
-            threading.main_thread()
-            globals()[request["program"]](**request["arguments"])
-            return
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    globals()[sys.argv[1]](**json.loads(sys.argv[2]))
