@@ -37,14 +37,18 @@ HEAVY = (
     "fastapi",
     "uvicorn",
     "pytest",
-    "pytest_asyncio",
+    "pytest_asyncio.plugin",
+    "pytest_timeout",
+    "anyio.pytest_plugin",
+    "hypothesis.strategies",
+    "_hypothesis_pytestplugin",
 )
 
 
 def main() -> list[str] | None:
     """Serve until the other side is closed; in a program, return what it is to run."""
     control = socket.socket(fileno=os.dup(0))
-    for name in HEAVY:
+    for name in (*HEAVY, *builtin_plugins_of_pytest()):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
@@ -59,6 +63,14 @@ def main() -> list[str] | None:
             return keep(descriptors, json.loads(request))
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def builtin_plugins_of_pytest() -> list[str]:
+    try:
+        from _pytest.config import default_plugins
+    except ImportError:
+        return []
+    return [f"_pytest.{name}" for name in default_plugins]
 
 
 def receive(control: socket.socket) -> tuple[bytes, list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 import asupervisor
+from tests.forks import Forks
 
 ROOT = Path(asupervisor.__file__).parent.parent
 
@@ -57,17 +57,9 @@ def test_a_missed_goal_is_named(measure: Any, capsys: pytest.CaptureFixture[str]
     assert "NOT MET" in capsys.readouterr().out
 
 
-def test_the_command_runs_and_writes_json(python: str, fresh_environ: dict[str, str], tmp_path: Path) -> None:
+def test_the_command_runs_and_writes_json(forks: Forks, tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
-    done = subprocess.run(
-        [python, "-W", "ignore", "-m", "tests.benchmarks", "--quick", "--only", "stop", "--json", str(target)],
-        cwd=ROOT,
-        env=fresh_environ,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = forks.run("-m", "tests.benchmarks", "--quick", "--only", "stop", "--json", target, cwd=ROOT)
     assert done.returncode in (0, 1), done.stderr  # 1: a goal was missed, on a busy machine
     figures = json.loads(target.read_text())
     assert figures["samples_us"]["start and stop, small MLP"]["start"]

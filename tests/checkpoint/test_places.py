@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import tensorflow as tf
 
 from asupervisor.checkpoint.lock import LogdirLock
 from asupervisor.errors import LogdirNotWritable
+from tests.forks import Forks
 
 
 def session_with(model: Any, store: Any) -> Any:
@@ -184,7 +184,7 @@ with tf1.Session(graph=graph) as raw:
 """
 
 
-def test_permission_denied(tmp_path: Path, fresh_environ: dict[str, str], request: pytest.FixtureRequest) -> None:
+def test_permission_denied(tmp_path: Path, forks: Forks, request: pytest.FixtureRequest) -> None:
     """In a process that is not root, for whom permissions mean something."""
     if os.getuid() != 0:
         pytest.skip("needs root to become somebody else")
@@ -194,13 +194,7 @@ def test_permission_denied(tmp_path: Path, fresh_environ: dict[str, str], reques
     place.chmod(0o755)
     logdir = place / "logdir"
     logdir.mkdir(mode=0o755)
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, logdir],
-        env=fresh_environ,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    child = forks.start("-c", CHILD, logdir, stdin=subprocess.PIPE)
     request.addfinalizer(child.communicate)
     request.addfinalizer(child.kill)
     assert child.stdin and child.stdout

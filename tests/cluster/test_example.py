@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.forks import Forks
+
 
 def last_json(text: str) -> dict[str, Any]:
     found = re.findall(r"\{.*\}$", text, re.MULTILINE)
@@ -19,7 +21,7 @@ def last_json(text: str) -> dict[str, Any]:
 
 
 def test_the_example_trains_as_a_cluster_and_alone(
-    pytestconfig: pytest.Config, tmp_path: Path, python: str, fresh_environ: dict[str, str]
+    pytestconfig: pytest.Config, tmp_path: Path, forks: Forks, python: str, fresh_environ: dict[str, str]
 ) -> None:
     program = str(pytestconfig.rootpath / "examples" / "cluster_digits.py")
     logdir = str(tmp_path / "logdir")
@@ -63,14 +65,8 @@ def test_the_example_trains_as_a_cluster_and_alone(
     assert result["test_accuracy"] >= 0.9
 
     steps = str(result["global_step"] + 20)
-    alone = subprocess.run(
-        [python, program, "--logdir", logdir, "--steps", steps],
-        env=fresh_environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    alone = forks.run(program, "--logdir", logdir, "--steps", steps)
+    assert alone.returncode == 0, alone.stderr
     again = last_json(alone.stdout)
     assert again["start_step"] == result["global_step"]
     assert again["global_step"] >= result["global_step"] + 20

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from asupervisor.cluster.ports import CAN_HOLD, PortReservation
+from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif(not CAN_HOLD, reason="this system cannot hold a port for somebody else")
 
@@ -152,16 +153,8 @@ def test_child_processes_do_not_keep_the_ports(reservation: PortReservation) -> 
 
 
 @pytest.mark.timeout(180)
-def test_tensorflows_server_listens_on_a_reserved_port(
-    python: str, fresh_environ: dict[str, str], reservation: PortReservation
-) -> None:
-    done = subprocess.run(
-        [python, "-c", TENSORFLOW_SERVER, *reservation.addresses],
-        env=fresh_environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_tensorflows_server_listens_on_a_reserved_port(forks: Forks, reservation: PortReservation) -> None:
+    done = forks.run("-c", TENSORFLOW_SERVER, *reservation.addresses)
     assert (done.returncode, done.stdout) == (0, "served 3\n"), done.stderr
 
 

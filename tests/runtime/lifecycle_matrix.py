@@ -1112,9 +1112,17 @@ event(
 
 async def struck_release(c: Ctl) -> None:
     """Cancellations by the dozen: who is impatient may skip the last words, but nothing stays unreleased."""
-    for n in range(1, 4):
-        c.loop.call_later(0.25 * n, c.outer)
-    await asyncio.sleep(0.3)
+    struck = asyncio.Event()
+
+    def strike(left: int) -> None:
+        c.outer()
+        if left:
+            c.loop.call_soon(strike, left - 1)
+        else:
+            struck.set()
+
+    c.loop.call_later(0.25, strike, 12)  # distinctly later than the first one
+    await struck.wait()
     c.note("released")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import gc
 import json
 import linecache
@@ -387,26 +388,30 @@ def interrupted_at(line: int, body: Callable[[Session], Any]) -> bool:
     return came
 
 
-def interrupted_everywhere(body: Callable[[Session], Any]) -> None:
-    line = 0
-    while interrupted_at(line := line + 1, body):
-        pass
-    assert line > 200, line
+#: Side by side, since most of the time is that of graces.
+PARTS = 4
 
 
-@scenario
-def interrupt_at_every_line_of_a_clean_end(problems: list[str]) -> None:
+def at_every_line(name: str, body: Callable[[Session], Any]) -> None:
     """Ctrl-C at whatever line of ours: the program ends, with the interrupt, and everything is given back."""
-    interrupted_everywhere(lambda session: asyncio.sleep(0))
+
+    def interrupted_everywhere(problems: list[str], part: int) -> None:
+        line = part
+        while interrupted_at(line := line + PARTS, body):
+            pass
+        assert line > 200, line
+
+    for part in range(1 - PARTS, 1):
+        SCENARIOS[f"{name}_{part + PARTS}"] = functools.partial(interrupted_everywhere, part=part)
 
 
-@scenario
-def interrupt_at_every_line_of_a_stop(problems: list[str]) -> None:
-    async def body(session: Session) -> None:
-        session.coordinator.request_stop(KeyError("reported"))
-        await session.coordinator.wait_for_stop()
+async def stop_with_error(session: Session) -> None:
+    session.coordinator.request_stop(KeyError("reported"))
+    await session.coordinator.wait_for_stop()
 
-    interrupted_everywhere(body)
+
+at_every_line("interrupt_at_every_line_of_a_clean_end", lambda session: asyncio.sleep(0))
+at_every_line("interrupt_at_every_line_of_a_stop", stop_with_error)
 
 
 # -------------------------------------------------------------------------------------------------- abandoned sessions
@@ -641,7 +646,13 @@ def coordinator_in_a_fixture(problems: list[str]) -> None:
     """`async with Coordinator()` in a generator: the task that entered minds its own business."""
 
     async def main() -> None:
-        coordinator = Coordinator()
+        overdue = asyncio.Event()
+
+        def emit(kind: str, message: str, *, level: str = "info", **data: Any) -> None:
+            if kind == "stop.body_runs_on":
+                overdue.set()
+
+        coordinator = Coordinator(emit=emit)
 
         async def fixture() -> Any:
             async with coordinator as group:
@@ -661,7 +672,8 @@ def coordinator_in_a_fixture(problems: list[str]) -> None:
         await entered.wait()
         coordinator._group._running.stop_grace_secs = 0.05
         coordinator.request_stop()
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(30):
+            await overdue.wait()  # its grace is over
         left.set()
         await task
         assert ours() == []
@@ -684,7 +696,7 @@ def run(name: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--events", default="*")
-    parser.add_argument("--at-once", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     chosen = [name for name in SCENARIOS if matrix.matches(name, options.events)]

@@ -250,7 +250,7 @@ async def test_stop_names_stragglers(make: Callable[..., Host[str]]) -> None:
             with anyio.CancelScope(shield=True):
                 await let_go.wait()
 
-    host.spawn("stubborn", stubborn)
+    straggler = host.spawn("stubborn", stubborn)
     await asyncio.sleep(0)
     with pytest.raises(StopGraceExceeded, match="stubborn"):
         await host.stop()
@@ -258,7 +258,7 @@ async def test_stop_names_stragglers(make: Callable[..., Host[str]]) -> None:
     await end(host)
     assert host.late == ["stubborn"]
     let_go.set()
-    await asyncio.sleep(0.01)
+    await asyncio.wait([straggler.task])
 
 
 async def test_stop_is_as_quick_as_what_it_stops(make: Callable[..., Host[str]]) -> None:
@@ -401,7 +401,9 @@ async def test_cancel_body_overrides(make: Callable[..., Host[str]], told: Told,
     async def body() -> None:
         host[-1].coordinator.request_stop()
         try:
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(10):
+                while "stop.body_runs_on" not in told.kinds():
+                    await asyncio.sleep(0.001)
         except asyncio.CancelledError:
             ended.append("cancelled")
             raise

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.forks import Forks
+
 HERE = Path(__file__).parent
 
 
@@ -53,16 +55,16 @@ Program = Callable[..., list[dict[str, Any]]]
 
 
 def run(
-    python: str, environ: dict[str, str], name: str, *options: str, limit_secs: float = 110
+    environ: dict[str, str], name: str, *options: str, limit_secs: float = 110, forks: Forks | None = None
 ) -> list[dict[str, Any]]:
-    """Run one of the programs beside this file; what it found."""
-    done = subprocess.run(
-        [python, str(HERE / f"{name}.py"), "--verbose", *options],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=limit_secs,
-    )
+    """Run one of the programs beside this file, where it needs TensorFlow in a fork; what it found."""
+    command = [str(HERE / f"{name}.py"), "--verbose", *options]
+    if forks is not None:
+        done = forks.run(*command, timeout=limit_secs)
+    else:
+        done = subprocess.run(
+            [sys.executable, *command], env=environ, capture_output=True, text=True, timeout=limit_secs
+        )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     results = [line for line in lines if "event" in line]
     assert lines and lines[-1].get("cases") == len(results) > 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -78,11 +80,12 @@ def check(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture
-def program(python: str, environ: dict[str, str]) -> Program:
+def program(forks: Forks, environ: dict[str, str]) -> Program:
     """Runs one of the programs beside this file; its cases, all of them well."""
 
     def run_and_check(name: str, *options: str, limit_secs: float = 110) -> list[dict[str, Any]]:
-        results = run(python, environ, name, *options, limit_secs=limit_secs)
+        with_tensorflow = forks if name == "lifecycle_supervisor" else None
+        results = run(environ, name, *options, limit_secs=limit_secs, forks=with_tensorflow)
         check(results)
         return results
 
@@ -98,14 +101,14 @@ def wanted(request: pytest.FixtureRequest, test: Callable[..., Any], parameter: 
 @pytest.fixture(scope="module")
 def results_of_hosts(request: pytest.FixtureRequest, environ: dict[str, str]) -> list[dict[str, Any]]:
     hosts = wanted(request, test_f25_every_host, "host")
-    options = ["--hosts", hosts, "--few", "10", "--at-once", "8"]
-    return run(sys.executable, environ, "lifecycle_matrix", *options, limit_secs=280)
+    options = ["--hosts", hosts, "--few", "6", "--at-once", "8"]
+    return run(environ, "lifecycle_matrix", *options, limit_secs=280)
 
 
 @pytest.fixture(scope="module")
 def results_of_scenarios(request: pytest.FixtureRequest, environ: dict[str, str]) -> list[dict[str, Any]]:
     events = wanted(request, test_scenario, "name")
-    return run(sys.executable, environ, "lifecycle_scenarios", "--events", events)
+    return run(environ, "lifecycle_scenarios", "--events", events)
 
 
 @pytest.mark.timeout(300)  # the first one waits for all
@@ -126,7 +129,7 @@ def test_f25_every_event_in_every_host(program: Program, host: str) -> None:
 def test_f25_managed_session_in_hosts(program: Program) -> None:
     """A seeded few of the cases on real TensorFlow sessions."""
     hosts = ",".join(SESSION_HOSTS)
-    results = program("lifecycle_supervisor", "--hosts", hosts, "--count", "45", "--seed", "3", limit_secs=280)
+    results = program("lifecycle_supervisor", "--hosts", hosts, "--count", "32", "--seed", "20", limit_secs=280)
     assert {result["host"] for result in results} == set(SESSION_HOSTS)
 
 

@@ -22,6 +22,7 @@ from asupervisor import (
     UnknownMaster,
     WrongEventLoop,
 )
+from asupervisor.checkpoint import lock
 
 tf1 = tf.compat.v1
 pytestmark = pytest.mark.modes
@@ -260,7 +261,10 @@ async def test_a_logdir_without_permission(model: Callable[..., Any], tmp_path: 
             pytest.fail("must not be entered")
 
 
-async def test_a_logdir_that_another_chief_holds(model: Callable[..., Any], tmp_path: Path) -> None:
+async def test_a_logdir_that_another_chief_holds(
+    model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "WAIT_SECS", 0.2)  # nobody comes in time
     first, second = model(), model()
     sv, other = (Supervisor(graph=made.graph, logdir=str(tmp_path)) for made in (first, second))
     async with sv.managed_session(start_standard_services=False) as sess:
