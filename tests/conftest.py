@@ -68,37 +68,65 @@ SHARE = int(os.environ.get("ASUPERVISOR_TEST_SHARE", "1"))
 OTHER_MODE = pytest.StashKey[tuple[subprocess.Popen[bytes], Any]]()
 
 
-#: Here a test runs with one kind of variables by default, with `-m full` also with the other one: the two differ in
-#: plans, results, snapshots and restores, which are tested with both where they are made.
-ONE_KIND = (
-    "tests/monitored/",
-    "tests/session/test_manager.py",
-    "tests/session/test_session.py",
-    "tests/session/test_stream.py",
-)
+#: Here a test runs with one value of this parameter by default, with `-m full` also with the other ones. The two kinds
+#: of variables differ in plans, results, snapshots and restores, which are tested with both where they are made; the
+#: two families come into a cluster by the same way.
+ONE_VALUE = {
+    "variables": (
+        "tests/monitored/",
+        "tests/session/test_manager.py",
+        "tests/session/test_session.py",
+        "tests/session/test_stream.py",
+    ),
+    "family": ("tests/cluster/",),
+}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    whole = MODE == "v1" and SHARE == 1  # part of `-m full`, but what is marked so is run in the default mode only
+    tests: dict[str, list[Any]] = {}
     for item in items:
-        if item.nodeid.startswith(ONE_KIND) and is_left_to_the_other_kind(item):
-            item.add_marker(pytest.mark.full)
+        if hasattr(item, "callspec") and item.get_closest_marker("full") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in tests.items():
+        left: list[Any] = []
+        for parameter, places in ONE_VALUE.items():
+            if name.startswith(places) and not (whole and parameter == "family"):
+                left += left_with_one_value([case for case in cases if case not in left], name, parameter)
+        if cases[0].get_closest_marker("thin") is not None and not whole:
+            left += left_with_each_value([case for case in cases if case not in left])
+        for case in left:
+            case.add_marker(pytest.mark.full)
     if SHARE > 1:
         kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % SHARE == 0]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
 
 
-def is_left_to_the_other_kind(item: pytest.Item) -> bool:
-    """Whether the same test with the other kind of variables is the one that runs: the same one each time."""
-    callspec = getattr(item, "callspec", None)
-    kind = None if callspec is None else callspec.params.get("variables")
-    if callspec is None or kind is None:
-        return False
-    rest = callspec.id.split("-")
-    rest.remove(kind)
-    name = "-".join([item.nodeid.partition("[")[0], *rest])
-    return bool(kind != ("resource", "ref")[zlib.crc32(name.encode()) % 2])
+def left_with_one_value(cases: list[Any], name: str, parameter: str) -> list[Any]:
+    """What is left over when each case runs with one of its values of a parameter: the same one each time."""
+    same: dict[str, list[Any]] = {}
+    for case in cases:
+        if parameter in case.callspec.params:
+            rest = case.callspec.id.split("-")
+            rest.remove(case.callspec.params[parameter])
+            same.setdefault("-".join([name, *rest]), []).append(case)
+    left: list[Any] = []
+    for key, group in same.items():
+        left += [case for n, case in enumerate(group) if n != zlib.crc32(key.encode()) % len(group)]
+    return left
+
+
+def left_with_each_value(cases: list[Any]) -> list[Any]:
+    """What is left over when each value of each parameter occurs in some case: the same ones each time."""
+    left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+    missing = {value for case in cases for value in case.callspec.indices.items()}
+    while missing:
+        best = max(left, key=lambda case: len(missing.intersection(case.callspec.indices.items())))
+        left.remove(best)
+        missing.difference_update(best.callspec.indices.items())
+    return left
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

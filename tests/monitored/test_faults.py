@@ -384,6 +384,7 @@ async def test_f17_out_of_range_of_a_thread_is_no_clean_end(counter: Make, recor
 # ------------------------------------------------------------------ F20: a finished job does not train on
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", [tf1.train.StopAtStepHook, StopAtStepHook])
 @pytest.mark.parametrize("way", ["run", "steps"])
 async def test_f20_a_finished_job_does_not_train_on(counter: Make, tmp_path: Path, kind: Any, way: str) -> None:

@@ -534,7 +534,7 @@ async def inject(numbers: range, directory: Path) -> None:
         logging.getLogger("asyncio").removeHandler(log)
 
 
-@pytest.mark.parametrize("chunk", range(6))
+@pytest.mark.parametrize("chunk", range(2))
 async def test_injected_faults(chunk: int, tmp_path: Path) -> None:
     await inject(range(chunk * 40, (chunk + 1) * 40), tmp_path)
 

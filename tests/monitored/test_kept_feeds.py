@@ -260,6 +260,7 @@ async def test_it_comes_in_the_very_moment_of_the_loss(model: Any, session: Make
         assert feeds.asked == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.thin
 @both
 @kinds
 @pytest.mark.parametrize("then", ["end", "error"])
@@ -500,6 +501,7 @@ async def test_cancelled_while_it_waits_for_a_recovery_between_two_steps(model: 
 # ------------------------------------------------------------------ the end
 
 
+@pytest.mark.thin
 @both
 @async_kinds
 @pytest.mark.parametrize("how", ["aclose", "forgotten", "block", "stop", "async with, cancelled"])
@@ -679,6 +681,7 @@ async def anything_happens(model: Any, logdir: Path, kind: str, with_hooks: Any,
     assert got == values
 
 
+@pytest.mark.thin
 @both
 @kinds
 async def test_anything_happens(model: Any, tmp_path: Path, kind: str, with_hooks: Any) -> None:

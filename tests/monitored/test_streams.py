@@ -113,6 +113,7 @@ def feeds_as(kind: str, x: Any, values: list[float]) -> Any:
 KINDS = ["iterable", "reused buffer", "callable", "async iterable", "coroutine function"]
 
 
+@pytest.mark.thin
 @both
 @pytest.mark.parametrize("kind", KINDS)
 async def test_feeds_of_every_kind(variables: str, kind: str, with_hooks: Any, recorder: Make) -> None:
@@ -128,6 +129,7 @@ async def test_feeds_of_every_kind(variables: str, kind: str, with_hooks: Any, r
     assert hook.calls.count("hook.after_run") == 7
 
 
+@pytest.mark.thin
 @both
 @pytest.mark.parametrize("after", [False, True], ids=["before the step", "after it"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -243,6 +245,7 @@ async def test_the_end_of_the_input_ends_a_stream(variables: str, with_hooks: An
         assert stream.ended_by == "out_of_range"
 
 
+@pytest.mark.thin
 @both
 @pytest.mark.parametrize("where", ["step", "feed", "before_run", "after_run", "stop_when"])
 async def test_errors_leave_as_themselves(counter: Make, raiser: Make, with_hooks: Any, where: str) -> None:

@@ -731,8 +731,9 @@ def test_used_again_after_its_loop_was_closed_under_it(model: Callable[..., Any]
     assert asyncio.run(train()) == 0
 
 
-async def test_a_hundred_supervisors_at_once(counter: Callable[..., Any]) -> None:
-    made = [counter(start) for start in range(100)]
+@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.full)])
+async def test_many_supervisors_at_once(counter: Callable[..., Any], count: int) -> None:
+    made = [counter(start) for start in range(count)]
 
     async def train(one: Any, turns: int) -> int:
         async with Supervisor(graph=one.graph).managed_session() as sess:
@@ -741,7 +742,7 @@ async def test_a_hundred_supervisors_at_once(counter: Callable[..., Any]) -> Non
             return int(value)
 
     results = await asyncio.gather(*(train(one, 5) for one in made))
-    assert results == [start + 5 for start in range(100)]
+    assert results == [start + 5 for start in range(count)]
 
 
 async def test_freed_without_the_garbage_collector(model: Callable[..., Any], tmp_path: Path) -> None:
