@@ -73,10 +73,15 @@ OTHER_MODE = pytest.StashKey[tuple[subprocess.Popen[bytes], Any]]()
 #: two families come into a cluster by the same way.
 ONE_VALUE = {
     "variables": (
+        "tests/checkpoint/test_catalogue.py",
+        "tests/checkpoint/test_places.py",
+        "tests/checkpoint/test_supervised.py",
+        "tests/checkpoint/test_writer.py",
         "tests/monitored/",
         "tests/session/test_manager.py",
         "tests/session/test_session.py",
         "tests/session/test_stream.py",
+        "tests/supervisor/",
     ),
     "family": ("tests/cluster/",),
 }
@@ -120,12 +125,13 @@ def left_with_one_value(cases: list[Any], name: str, parameter: str) -> list[Any
 
 def left_with_each_value(cases: list[Any]) -> list[Any]:
     """What is left over when each value of each parameter occurs in some case: the same ones each time."""
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
+    missing = set().union(*values.values())
     left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
-    missing = {value for case in cases for value in case.callspec.indices.items()}
     while missing:
-        best = max(left, key=lambda case: len(missing.intersection(case.callspec.indices.items())))
+        best = max(left, key=lambda case: len(missing & values[case]))
         left.remove(best)
-        missing.difference_update(best.callspec.indices.items())
+        missing -= values[best]
     return left
 
 

@@ -91,6 +91,7 @@ def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", ["saver", "monitored", "supervisor"])
 def test_theirs_here(kind: str, variables: str, tmp_path: Path) -> None:
     """Restored with every value, gone on with, rotated: their old ones go as they would have gone there."""
@@ -110,6 +111,7 @@ def test_theirs_here(kind: str, variables: str, tmp_path: Path) -> None:
     assert len(list(logdir.glob("model.ckpt-*.index"))) == 5
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", ["saver", "monitored", "supervisor"])
 def test_ours_there(kind: str, variables: str, tmp_path: Path) -> None:
     logdir = tmp_path / "logdir"

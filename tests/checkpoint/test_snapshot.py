@@ -49,6 +49,7 @@ def one_step_inside(values_in: Callable[[str], set[float]]) -> Callable[[str, in
     return check
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("size", [20_000, 100_000], ids=["fetched", "holders"])
 def test_f09_every_checkpoint_holds_one_step_and_its_name(
     size: int, make_model: Any, make_store: Any, values_in: Any
@@ -119,6 +120,7 @@ def test_memory_is_given_back(make_model: Any, make_store: Any) -> None:
             assert snapshot.held.values == []
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -458,6 +460,7 @@ class _Recording(tf1.train.Saver):
         return super().save(sess, save_path, global_step=global_step, **kwargs)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", ["subclass", "sharded", "old format", "instance"])
 def test_savers_of_other_kinds_are_called(
     kind: str, make_model: Any, make_store: Any, values_in: Any, restored_step: Any, variables: str
@@ -637,6 +640,7 @@ def test_f07_only_what_is_trained_counts(variables: str, tmp_path: Path) -> None
         assert store.publish(store.snapshot(raw)).nonfinite == ("weights/Momentum",)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("size", [1, 300_000], ids=["fetched", "holder"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "complex64"])
 def test_f07_every_float(dtype: str, size: int, variables: str, tmp_path: Path) -> None:
