@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,20 @@ def graph() -> tf.Graph:
 def clock() -> ManualClock:
     """A clock that moves only when the test says so."""
     return ManualClock()
+
+
+@pytest.fixture
+def heard() -> Callable[..., Awaitable[Any]]:
+    """Waits for an event of one of the given kinds."""
+
+    async def wait(events: AsyncIterator[Any], *kinds: str, timeout_secs: float = 30.0) -> Any:
+        async with asyncio.timeout(timeout_secs):
+            async for event in events:
+                if event.kind in kinds:
+                    return event
+        raise AssertionError(f"the events ended without {' or '.join(kinds)}")
+
+    return wait
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,14 +234,20 @@ def scalars_of(events_of: Callable[[Any], list[Any]]) -> Callable[[Any], dict[st
 
 
 @pytest.fixture
-def heard() -> Callable[..., Awaitable[Any]]:
-    """Waits for an event of one of the given kinds."""
+def listening() -> Callable[[Any], AbstractAsyncContextManager[list[Any]]]:
+    """Collects what a session that is entered in the block tells, until its events end."""
 
-    async def wait(events: AsyncIterator[Any], *kinds: str, timeout_secs: float = 30.0) -> Any:
-        async with asyncio.timeout(timeout_secs):
-            async for event in events:
-                if event.kind in kinds:
-                    return event
-        raise AssertionError(f"the events ended without {' or '.join(kinds)}")
+    @asynccontextmanager
+    async def listen(sess: Any) -> AsyncIterator[list[Any]]:
+        events: list[Any] = []
 
-    return wait
+        async def collect() -> None:
+            async for event in sess.events():
+                events.append(event)
+
+        collecting = asyncio.create_task(collect())
+        await asyncio.sleep(0)
+        yield events
+        await collecting
+
+    return listen

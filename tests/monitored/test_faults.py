@@ -338,25 +338,16 @@ async def test_f17_a_hook_may_end_the_start(counter: Make, recorder: Make, metho
     assert [outcome.reason for outcome in other.outcomes] == ["stopped"]
 
 
-async def test_f17_a_clean_end_is_told_with_its_op(counter: Make, tmp_path: Path) -> None:
+async def test_f17_a_clean_end_is_told_with_its_op(counter: Make, listening: Make, tmp_path: Path) -> None:
     made = counter()
     with made.graph.as_default():
         item = tf1.data.make_one_shot_iterator(tf.data.Dataset.range(2)).get_next()
         with tf.control_dependencies([item]):
             train = tf1.assign_add(made.step, 1)
     sess = MonitoredTrainingSession(checkpoint_dir=tmp_path, graph=made.graph)
-    events: list[Any] = []
-
-    async def listen() -> None:
-        async for event in sess.events():
-            events.append(event)
-
-    listener = asyncio.create_task(listen())
-    await asyncio.sleep(0)
-    async with sess:
+    async with listening(sess) as events, sess:
         while not sess.should_stop():
             await sess.run(train)
-    await listener
     (clean,) = [event for event in events if event.kind == "stop.clean"]
     assert clean.data["op"] == item.op.name
     (outcome,) = [event for event in events if event.kind == "session.outcome"]

@@ -565,25 +565,16 @@ async def test_a_pause_outlives_a_recovery(counter: Make, tmp_path: Path) -> Non
         assert await held in (2, 3)
 
 
-async def test_the_events_of_a_recovery(counter: Make, tmp_path: Path) -> None:
+async def test_the_events_of_a_recovery(counter: Make, listening: Make, tmp_path: Path) -> None:
     made = counter()
     sess = MonitoredTrainingSession(checkpoint_dir=tmp_path, hooks=[Aborts(2)], graph=made.graph, recovery=quickly)
-    events: list[Any] = []
-
-    async def listen() -> None:
-        async for event in sess.events():
-            events.append(event)
-
-    listener = asyncio.create_task(listen())
-    await asyncio.sleep(0)
-    async with sess:
+    async with listening(sess) as events, sess:
         await sess.run(made.train)
         await sess.save()
         await sess.run(made.train)
         status = sess.status()
         assert status.restarts == 1
         assert status.state == "running"
-    await listener
     by_kind = {event.kind: event for event in events}
     recovering, recovered = by_kind["session.recovering"], by_kind["session.recovered"]
     assert recovering.level == recovered.level == "warning"

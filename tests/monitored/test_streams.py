@@ -178,8 +178,7 @@ async def test_a_stream_goes_on_after_the_coordinator_told_of_a_loss(
             taken += 1
             if taken == 5:
                 error = tf.errors.UnavailableError(None, None, "a feeder lost its peer")
-                threading.Thread(target=hook.coords[-1].request_stop, args=(error,)).start()
-                await asyncio.sleep(0.02)
+                await asyncio.to_thread(hook.coords[-1].request_stop, error)
         assert taken == 40
         assert sess.recoveries == 1
 

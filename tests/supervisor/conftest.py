@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,20 +101,6 @@ def saved() -> Callable[[Any], list[str]]:
         return [] if state is None else [os.path.basename(path) for path in state.all_model_checkpoint_paths]
 
     return read
-
-
-@pytest.fixture
-def heard() -> Callable[..., Awaitable[Any]]:
-    """Waits for an event of one of the given kinds."""
-
-    async def wait(events: AsyncIterator[Any], *kinds: str, timeout_secs: float = 30.0) -> Any:
-        async with asyncio.timeout(timeout_secs):
-            async for event in events:
-                if event.kind in kinds:
-                    return event
-        raise AssertionError(f"the events ended without {' or '.join(kinds)}")
-
-    return wait
 
 
 class Child:
