@@ -19,6 +19,9 @@ pytestmark = pytest.mark.skipif(not CAN_HOLD, reason="this system cannot hold a 
 #: Linux 6.3 and later: from which ports the system chooses for one socket.
 IP_LOCAL_PORT_RANGE = 51
 
+#: Linux: a user and a network of one's own.
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+
 TENSORFLOW_SERVER = """
 import sys
 import tensorflow as tf
@@ -159,23 +162,30 @@ def test_tensorflows_server_listens_on_a_reserved_port(forks: Forks, reservation
 
 
 @pytest.mark.timeout(180)
-def test_tensorflows_server_listens_on_a_reserved_port_without_ipv6(python: str, fresh_environ: dict[str, str]) -> None:
+def test_tensorflows_server_listens_on_a_reserved_port_without_ipv6(forks: Forks) -> None:
     """In a network of its own, where this process switches IPv6 off first."""
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-rn", "true"], capture_output=True).returncode:
         pytest.skip("no rights to make a network namespace")
     code = f"""
-import subprocess, sys
+import ctypes, os, subprocess, sys
 from pathlib import Path
 from asupervisor.cluster.ports import PortReservation
+user, group = os.getuid(), os.getgid()
+assert ctypes.CDLL(None, use_errno=True).unshare({CLONE_NEWUSER | CLONE_NEWNET}) == 0, ctypes.get_errno()
+Path("/proc/self/setgroups").write_text("deny")
+Path("/proc/self/uid_map").write_text(f"0 {{user}} 1")
+Path("/proc/self/gid_map").write_text(f"0 {{group}} 1")
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 for switch in Path("/proc/sys/net/ipv6/conf").glob("*/disable_ipv6"):
     switch.write_text("1")
 with PortReservation(1) as held:
-    done = subprocess.run([sys.executable, "-c", {TENSORFLOW_SERVER!r}, *held.addresses])
-sys.exit(done.returncode)
+    if server := os.fork():
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]))
+    sys.argv[1:] = held.addresses
+    exec({TENSORFLOW_SERVER!r})
+    sys.stdout.flush()
+    os._exit(0)
 """
-    done = subprocess.run(
-        [unshare, "-rn", python, "-c", code], env=fresh_environ, capture_output=True, text=True, timeout=120
-    )
+    done = forks.run("-c", code)
     assert (done.returncode, done.stdout) == (0, "served 3\n"), done.stderr
