@@ -352,7 +352,7 @@ def check_all_run(tasks: dict[str, Process]) -> None:
 
 
 def test_a_bad_minute(cluster: Callable[..., Cluster]) -> None:
-    bad_day(cluster(workers=2, save_secs=0.3), secs=8.0, seed=1)
+    bad_day(cluster(workers=2, save_secs=0.3), secs=5.0, seed=1)
 
 
 @pytest.mark.full
