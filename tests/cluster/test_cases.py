@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -317,7 +318,6 @@ def bad_day(made: Cluster, secs: float, seed: int) -> None:
         if not name.startswith("ps"):
             wait_until_trains(task, timeout_secs=60)
     losses: list[float] = []  # when a parameter server was killed
-    published: set[int] = {0}
     end = time.monotonic() + secs
     while time.monotonic() < end:
         time.sleep(rng.uniform(0.5, 3.0))
@@ -325,8 +325,7 @@ def bad_day(made: Cluster, secs: float, seed: int) -> None:
         name = rng.choice(sorted(tasks))
         tasks[name].kill()
         if name.startswith("ps"):
-            losses.append(time.time())
-        published |= {record.step for record in checkpoints(made.logdir) if record.step is not None}
+            losses.append(tasks[name].killed_at)
         time.sleep(rng.choice([0.0, 0.2, 1.0]))
         job, _, index = name.partition("-")
         tasks[name] = made.start(job, int(index))
@@ -334,16 +333,31 @@ def bad_day(made: Cluster, secs: float, seed: int) -> None:
     for name, task in tasks.items():
         if not name.startswith("ps"):
             wait_until_trains(task, since=begun, timeout_secs=60)
-    published |= {record.step for record in checkpoints(made.logdir) if record.step is not None}
-    published |= {
-        record["step"] for process in made.processes for record in process.records("ready")
-    }  # what a chief has restored
-    seen = observer.records("seen")
-    for earlier, later in itertools.pairwise(seen):
-        if later["step"] < earlier["step"]:
-            loss = [at for at in losses if earlier["t"] - 1.0 <= at <= later["t"]]
-            assert loss, f"the step went from {earlier} to {later} without a loss of a parameter server"
     check_all_run(tasks)
+    assert losses, "no parameter server was killed: choose another seed"
+    saved, restored = steps_told(made, "checkpoint.saved"), steps_told(made, "session.restored")
+    for earlier, later in itertools.pairwise(observer.records("seen")):
+        if later["step"] < earlier["step"]:
+            told = f"the step went from {earlier} to {later}"
+            loss = next((at for at in losses if earlier["t"] - 1.0 <= at <= later["t"]), None)
+            assert loss is not None, f"{told} without a loss of a parameter server"
+            # From a checkpoint that was published: the newest one, or one whose publication nobody has lived to tell.
+            since = [step for at, step in restored if loss <= at <= later["t"] + 5.0]
+            newest = max((step for at, step in saved if at < loss), default=0)
+            assert any(newest <= step <= later["step"] for step in since), (
+                f"{told}: {newest} was saved, {since} restored"
+            )
+
+
+def steps_told(made: Cluster, kind: str) -> list[tuple[float, int]]:
+    """When the chiefs have saved or restored which step."""
+    chiefs = [process for process in made.processes if process.name.startswith("chief")]
+    return [
+        (record["t"], int(found[1]))
+        for chief in chiefs
+        for record in chief.records(kind)
+        if (found := re.search(r"ckpt-(\d+)", record["message"]))
+    ]
 
 
 def check_all_run(tasks: dict[str, Process]) -> None:
@@ -352,7 +366,7 @@ def check_all_run(tasks: dict[str, Process]) -> None:
 
 
 def test_a_bad_minute(cluster: Callable[..., Cluster]) -> None:
-    bad_day(cluster(workers=2, save_secs=0.3), secs=5.0, seed=1)
+    bad_day(cluster(workers=2, save_secs=0.3), secs=6.0, seed=4)
 
 
 @pytest.mark.full
