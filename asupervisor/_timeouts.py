@@ -32,7 +32,7 @@ def for_save(raw: tf.compat.v1.Session, saved: Iterable[tf.Tensor]) -> Any:
     size = 0
     for tensor in saved:
         count = tensor.shape.num_elements()
-        if count is None or tensor.dtype == tf.string:
+        if count is None or tensor.dtype.base_dtype == tf.string:
             return for_long(raw)
         size += count * tensor.dtype.size
     secs = min(LONG_SECS, SHORTEST_SAVE_SECS + size / SLOWEST_SAVE_BYTES_PER_SEC)

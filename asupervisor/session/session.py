@@ -336,6 +336,11 @@ class AsyncSession:
         for session in (self, *self._siblings):
             session._release()
 
+    def fail_held(self) -> None:
+        """Have the training runs that a pause holds fail with `SessionClosed`: it is given up. Any thread."""
+        for session in (self, *self._siblings):
+            fail_all(session._held.lane, lambda: SessionClosed(self.name))
+
     def _release(self) -> None:
         self._held.release()
         for stream in tuple(self._streams):
@@ -346,10 +351,15 @@ class AsyncSession:
         return coordinator is not None and coordinator.should_stop()
 
     def _on_stop(self) -> None:
-        """On the loop, soon after a stop was requested: what waits goes on, streams without a step in flight end."""
-        self.resume()
+        """On the loop, soon after a stop was requested: what waits goes on, streams without a step in flight end.
+
+        Training runs that a pause holds go on, too; but not after an error, which may mean that the model is lost.
+        """
+        if self._coordinator is not None and self._coordinator.error is not None:
+            self.fail_held()
         for stream in tuple(self._streams):
             stream.end_between_steps("stop")
+        self.resume()
 
     def board(self, rider: Rider) -> None:
         """Let a rider go along with the next training run that suits it; any thread."""

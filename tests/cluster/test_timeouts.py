@@ -26,6 +26,7 @@ def placeholders(*specs: tuple[Any, Any]) -> list[tf.Tensor]:
         ([(tf.float32, [10**9])], LONG_SECS),
         ([(tf.float32, [None, 3])], LONG_SECS),
         ([(tf.string, [2])], LONG_SECS),
+        ([(tf.string._as_ref, [2])], LONG_SECS),
     ],
 )
 def test_a_save_has_time_by_its_size(specs: list[tuple[Any, Any]], secs: int) -> None:

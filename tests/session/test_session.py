@@ -494,6 +494,26 @@ async def test_a_stop_releases_what_is_held(make_session: Any, model: SimpleName
     assert await sess.run(model.count) == 2  # runs work until the close
 
 
+async def test_an_error_releases_nothing_that_is_held(make_session: Any, model: SimpleNamespace) -> None:
+    """The model may be lost, or be somebody else's already."""
+    coordinator = Coordinator()
+    sess = make_session(coordinator=coordinator)
+    sess.pause()
+    held = asyncio.create_task(sess.run(model.count))
+
+    async def stream() -> list[Any]:
+        return [result async for result in sess.steps(model.count)]
+
+    streamed = asyncio.create_task(stream())
+    while not (sess.statistics().held and sess.statistics().streams):
+        await asyncio.sleep(0.001)
+    coordinator.request_stop(tf.errors.AbortedError(None, None, "lost"))
+    with pytest.raises(SessionClosed):
+        await asyncio.wait_for(held, WAIT)
+    assert await asyncio.wait_for(streamed, WAIT) == []
+    assert await sess.run(model.step) == 0
+
+
 async def test_pausing_and_resuming_in_a_hurry_loses_no_run(sess: AsyncSession, model: SimpleNamespace) -> None:
     async def flip() -> None:
         while True:
