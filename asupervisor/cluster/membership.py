@@ -161,13 +161,17 @@ class Membership:
         register = self._get_register()
         run = await around.patience.first(self._side(self._own_run, "read the run", around))
         reading = await around.patience.first(self._side(register.read, "read the register"))
-        if reading.run == run and (self._was_ready or not around.afresh):
+        is_ours = reading.run == run and (self._was_ready or not around.afresh)
+        if is_ours:
             with contextlib.suppress(SessionNotReady):
                 session = await ways.adopt()
                 around.emit("cluster.adopted", f"the live model was adopted, as {reading.epoch}", epoch=reading.epoch)
                 await self._introduce(session)
                 return session, "adopted"
         await around.patience.first(self._side(register.close_epoch, "close the epoch"))
+        if reading.epoch and not is_ours and TaskState.WORKING in reading.states[1:]:
+            # Those who train the live model see that it is made anew first: no step of theirs is for the new one.
+            await around.patience.pause(1.5 * WATCH_EVERY_SECS)
         session = await ways.prepare()
         try:
             await around.patience.first(self._side(register.open_epoch, "open the epoch", run))

@@ -192,3 +192,5 @@ def test_a_worker_is_told_when_the_chief_makes_the_model_anew(cluster: Callable[
     assert "/job:chief/task:0" in told["message"]
     assert "makes the model anew" in told["message"]
     assert tasks["worker-0"].wait_for("step", since=told["t"])["step"] > 0
+    before = [record["step"] for record in tasks["worker-0"].records("step") if record["t"] < told["t"]]
+    assert before == sorted(before), "a step that was meant for the old model was applied to the new one"
