@@ -90,22 +90,24 @@ class LogdirLock:
             self.release()
             raise LogdirNotWritable(str(self.logdir), error.strerror or str(error)) from error
 
-    def ensure(self) -> None:
+    def ensure(self) -> bool:
         """Make sure that the lock is still that of the directory's path, before something is written.
 
         Where the directory was removed while we ran, or another one was put in its place, our lock is on a file
         that nobody else finds; it is taken again in the new place.
 
+        Returns:
+            Whether it had to be taken again: what the path leads to now may be another run's.
+
         Raises:
             LogdirInUse: Somebody else was quicker there.
             OSError: The directory cannot be written.
         """
-        if self._lock is None:
-            return
-        if self._lock.is_locked and self._same_file():
-            return
+        if self._lock is None or (self._lock.is_locked and self._same_file()):
+            return False
         self.release()
         self.acquire(cancelled=lambda: True)
+        return True
 
     def release(self) -> None:
         """Give the lock back; does nothing when it is not held. Never raises."""

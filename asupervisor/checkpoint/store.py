@@ -147,6 +147,8 @@ class CheckpointStore:
         self._meta: tuple[int, bytes] | None = None
         self._mutex = threading.Lock()
         self._claimed = False
+        self._found: frozenset[tuple[str, float]] | None = None  # when it was claimed: names and times
+        self._moved = False
         self._made = False
         self._warned_fallback = False
 
@@ -355,7 +357,7 @@ class CheckpointStore:
         Raises:
             OSError: Disk full, permission denied and the like; all that was published before is untouched.
             CheckpointNotRestored: The directory holds checkpoints that this run neither restored nor was told to
-                set aside.
+                set aside; it may have become another one since.
             LogdirInUse: The directory was replaced, and somebody else holds its lock now.
         """
         begun = perf_counter()
@@ -439,8 +441,14 @@ class CheckpointStore:
         # what is above it is made, too.
         self.directory.mkdir(parents=not self._made, exist_ok=True)
         self._made = True
-        if self.lock is not None:
-            self.lock.ensure()
+        if self.lock is not None and self.lock.ensure():
+            self._moved = True
+        if self._moved:
+            # What is refused stays refused: the lock tells only once that it moved.
+            self._check_still_ours()
+            self._moved = False
+        if self._claimed and self._found is None:
+            self._found = self._names_and_times()
         if self._claimed:
             return
         if self.restored is None and not self.fresh_start:
@@ -449,6 +457,21 @@ class CheckpointStore:
                 raise CheckpointNotRestored(
                     self.logdir, f"the newest of {len(catalogue.regular)} is {catalogue.regular[-1].prefix!r}"
                 )
+
+    def _check_still_ours(self) -> None:
+        """Raise where the path leads to another run's directory now, whose checkpoints retention would delete."""
+        catalogue = self.writer.scan()
+        entries = catalogue.regular or catalogue.entries
+        if not entries:
+            return
+        newest = entries[-1]
+        written = newest.manifest is not None and newest.manifest.run_id == self.run_id
+        if not written and (newest.name, newest.time_secs) not in (self._found or ()):
+            raise CheckpointNotRestored(
+                self.logdir,
+                f"another directory took its place while this run was training, and {newest.prefix!r} in that one is "
+                "none of this run's. Put the run's own directory back, or begin again",
+            )
 
     def _tell_nonfinite(self, info: CheckpointInfo) -> None:
         names = ", ".join(info.nonfinite[:5]) + (", ..." if len(info.nonfinite) > 5 else "")
@@ -482,3 +505,8 @@ class CheckpointStore:
         """This run goes on from what the directory holds; `restored` tells what was restored, if anything."""
         self.restored = restored
         self._claimed = True
+        # Without a restore this may be the loop's thread, which reads no directory: the next save does.
+        self._found = None if restored is None else self._names_and_times()
+
+    def _names_and_times(self) -> frozenset[tuple[str, float]]:
+        return frozenset((entry.name, entry.time_secs) for entry in self.writer.scan().entries)

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from asupervisor.checkpoint.lock import LogdirLock
-from asupervisor.errors import LogdirNotWritable
+from asupervisor.errors import CheckpointNotRestored, LogdirNotWritable
 from tests.forks import Forks
 
 
@@ -122,6 +122,62 @@ def test_directory_removed_while_running(make_model: Any, make_store: Any, value
         assert values_in(info.prefix) == {1.0}
     with pytest.raises(Exception, match="in use"):  # the lock was taken again in the new place
         LogdirLock(store.directory, timeout_secs=0).acquire()
+    lock.release()
+
+
+def test_another_runs_directory_in_its_place(
+    make_model: Any, make_store: Any, trained: Any, tmp_path: Path, values_in: Any
+) -> None:
+    """A link that leads elsewhere now: what a finished run left there is not ours to rotate, and stays refused."""
+    other, link = tmp_path / "other", tmp_path / "latest"
+    trained(0, 3, 5, logdir=other)
+    (tmp_path / "own").mkdir()
+    link.symlink_to("own")
+    model = make_model(max_to_keep=2)
+    store = make_store(model, link)
+    lock = store.lock = LogdirLock(store.directory)
+    lock.acquire()
+    with session_with(model, store) as raw:
+        store.publish(store.snapshot(raw))
+        link.unlink()
+        link.symlink_to("other")
+        before = sorted(path.name for path in other.glob("[!.]*"))
+        for _ in range(3):
+            raw.run(model.train)
+            with pytest.raises(CheckpointNotRestored, match=r"another directory took its place.*model\.ckpt-5"):
+                store.publish(store.snapshot(raw))
+        assert sorted(path.name for path in other.glob("[!.]*")) == before
+        link.unlink()
+        link.symlink_to("own")
+        info = store.publish(store.snapshot(raw))
+    assert values_in(info.prefix) == {3.0}
+    assert [record.step for record in store.checkpoints()] == [0, 3]
+    lock.release()
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["restored only", "saved, too"])
+def test_own_directory_on_another_disk(
+    saved: bool, make_model: Any, make_store: Any, trained: Any, tmp_path: Path
+) -> None:
+    """Copied, and the link set anew: the checkpoints are those that this run found or wrote."""
+    first, second, link = tmp_path / "first", tmp_path / "second", tmp_path / "latest"
+    trained(1, 2, logdir=first)
+    link.symlink_to("first")
+    model = make_model()
+    store = make_store(model, link)
+    lock = store.lock = LogdirLock(store.directory)
+    lock.acquire()
+    with model.session() as raw:
+        assert store.restorer(raw, model.saver, store.logdir, None)
+        raw.run(model.train)
+        if saved:
+            store.publish(store.snapshot(raw))
+        shutil.copytree(first, second)
+        link.unlink()
+        link.symlink_to("second")
+        raw.run(model.train)
+        store.publish(store.snapshot(raw))
+    assert [record.step for record in store.checkpoints()] == ([1, 2, 3, 4] if saved else [1, 2, 4])
     lock.release()
 
 
