@@ -202,6 +202,8 @@ class Supervisor(SupervisorProperties):
         arguments.check_secs("recovery_wait_secs", recovery_wait_secs)
         arguments.check_secs("stop_grace_secs", stop_grace_secs)
         arguments.check_basename(checkpoint_basename)
+        if saver is not None:
+            arguments.check_saves_to(chief_dir, checkpoint_basename)
         arguments.check_saver(None if saver is elements.USE_DEFAULT else saver)
         elements.check_in_graph(graph, "summary_op", summary_op)
         arguments.check_summary_op(None if summary_op is elements.USE_DEFAULT else summary_op)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -13,6 +14,10 @@ import tensorflow as tf
 from asupervisor import _tf
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.session.manager import SessionManager
+
+# TensorFlow's readers take the path of a checkpoint for a pattern, and find nothing under the name that its writers
+# used: where a backslash is in it, or a bracket that something closes. A lone bracket, *, ? and braces are harmless.
+_UNREADABLE = re.compile((r"\\|" if os.sep == "/" else "") + r"\[(?:.+\]|.*-/|.*\[\.)", re.DOTALL)
 
 
 def check_interval(name: str, secs: Any) -> None:
@@ -68,7 +73,7 @@ def checked_place(name: str, place: Any) -> str | None:
 
     Raises:
         TypeError: It is no path.
-        ValueError: It is empty.
+        ValueError: It is empty, or TensorFlow cannot read checkpoints there.
     """
     if place is None:
         return None
@@ -78,7 +83,37 @@ def checked_place(name: str, place: Any) -> str | None:
         raise TypeError(f"{name} must be a path, not {place!r}") from None
     if not path:
         raise ValueError(f"{name} must not be empty")
-    return resolved(path)
+    path = resolved(path)
+    check_readable(name, path)
+    return path
+
+
+def check_readable(name: str, path: str) -> None:
+    """Raise ValueError where TensorFlow would write checkpoints and never find them again.
+
+    Args:
+        name: What the path was given as.
+        path: A directory or a checkpoint, as `resolved` gives it: what is above it counts, too.
+    """
+    found = _UNREADABLE.search(path)
+    if found:
+        raise ValueError(
+            f"{name} must not contain {found[0]!r}, as {path!r} does: TensorFlow's readers take '[...]' and '\\' for a "
+            "pattern, so that a checkpoint there could be written and never be restored. Choose a path without '[' "
+            "and '\\', or rename the directory."
+        )
+
+
+def check_saves_to(logdir: str | None, basename: str) -> None:
+    """Raise ValueError where the checkpoints of a run could not be read again.
+
+    Args:
+        logdir: The directory, as `resolved` gives it; None for none.
+        basename: First part of their names.
+    """
+    if logdir is not None:
+        check_readable("logdir", logdir)
+        check_readable("logdir with checkpoint_basename", os.path.join(logdir, basename))  # noqa: PTH118
 
 
 def check_beginnings(logdir: Any, explicit: str | None, init_from: str | None) -> None:
@@ -121,12 +156,19 @@ def check_basename(basename: Any) -> None:
 
     Raises:
         TypeError: It is no string.
-        ValueError: It is empty or contains a directory, which belongs into the logdir.
+        ValueError: It is empty, begins with a dot, contains a directory, which belongs into the logdir, or what
+            TensorFlow's readers take for a pattern.
     """
     if not isinstance(basename, str):
         raise TypeError(f"checkpoint_basename must be a string, not {basename!r}")
     if not basename or os.path.basename(basename) != basename:  # noqa: PTH119 (of a name, not a path)
         raise ValueError(f"checkpoint_basename must be a plain name, not {basename!r}: directories belong into logdir")
+    if basename.startswith("."):
+        raise ValueError(
+            f"checkpoint_basename must not begin with a dot, not {basename!r}: names like that are kept for files in "
+            "the making, and such checkpoints would not be found again"
+        )
+    check_readable("checkpoint_basename", basename)
 
 
 def check_saver(saver: Any) -> None:

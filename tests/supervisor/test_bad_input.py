@@ -188,6 +188,12 @@ def test_a_finalised_graph_that_lacks_something(model: Callable[..., Any]) -> No
         ({"nonfinite": "maybe"}, ValueError, "nonfinite"),
         ({"checkpoint_basename": "a/b"}, ValueError, "checkpoint_basename"),
         ({"checkpoint_basename": ""}, ValueError, "checkpoint_basename"),
+        ({"checkpoint_basename": ".m"}, ValueError, "begin with a dot"),
+        (
+            {"checkpoint_basename": "m[0]"},
+            ValueError,
+            r"basename must not contain '\[0\]'.*never be restored",
+        ),
         ({"saver": object()}, TypeError, "saver"),
         ({"summary_writer": object()}, TypeError, "summary_writer"),
         ({"session_manager": object()}, TypeError, "session_manager"),
@@ -281,6 +287,54 @@ async def test_a_logdir_that_another_chief_holds(
         await sv.save()
     async with other.managed_session() as sess:
         assert await sess.run(second.step) == 1
+
+
+@pytest.mark.parametrize("name", ["a[ab]", "[!a]", "[a]]", "[]a]", "a\\b", "\\", "[a-", "[[.a", "[x/y]"])
+@pytest.mark.parametrize("argument", ["logdir", "init_from", "checkpoint_filename_with_path"])
+def test_a_path_that_tensorflow_takes_for_a_pattern(
+    argument: str, name: str, model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its writers write there, its readers find nothing: told before there is anything to lose."""
+    made = model()
+    options = {"logdir": tmp_path / "log", argument: tmp_path / name / "below"}
+    with pytest.raises(ValueError, match=rf"{argument} must not contain .*below.* never be restored.*Choose a path"):
+        Supervisor(graph=made.graph, **options)
+    assert not list(tmp_path.iterdir())
+    assert not made.graph.finalized
+
+
+def test_a_pattern_above_a_relative_path(
+    model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "[ab]").mkdir()
+    monkeypatch.chdir(tmp_path / "[ab]")
+    with pytest.raises(ValueError, match=r"logdir must not contain '\[ab\]'"):
+        Supervisor(graph=model().graph, logdir="run")
+
+
+def test_a_pattern_half_in_the_name(model: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"logdir with checkpoint_basename must not contain '\[a/m\]'"):
+        Supervisor(graph=model().graph, logdir=tmp_path / "[a", checkpoint_basename="m]")
+
+
+async def test_a_path_without_checkpoints_may_be_any(model: Callable[..., Any], tmp_path: Path) -> None:
+    made = model()
+    sv = Supervisor(graph=made.graph, logdir=tmp_path / "[ab]", saver=None)
+    async with sv.managed_session() as sess:
+        await works(sv, sess, made)
+
+
+@pytest.mark.parametrize("name", ["[a", "a]", "{a,b}", "*", "?", "[]", "]a[", "[z-b", "[:a", " a ", "50% ü"])
+async def test_a_path_that_looks_like_a_pattern_and_is_none(
+    name: str, model: Callable[..., Any], tmp_path: Path
+) -> None:
+    for begun in (0, 1):
+        made = model()
+        sv = Supervisor(graph=made.graph, logdir=tmp_path / name, save_model_secs=0)
+        async with sv.managed_session() as sess:
+            assert await sess.run(made.step) == begun
+            await works(sv, sess, made)
+            await sv.save()
 
 
 # ------------------------------------------------------------------ when and where
