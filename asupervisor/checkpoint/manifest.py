@@ -89,7 +89,8 @@ class Manifest:
         """Parse the text of the file.
 
         Raises:
-            ValueError: It is no manifest, or of a later format.
+            ValueError: It is no manifest, or of a later format, or names files outside of its directory, which what
+                finishes an interrupted save or deletion would move or delete.
         """
         try:
             data: Any = json.loads(text)
@@ -97,11 +98,11 @@ class Manifest:
                 raise ValueError(f"format {data['format']!r} is not known here")
             algorithm = str(data["algorithm"])
             return cls(
-                name=str(data["name"]),
+                name=_plain_name(data["name"]),
                 step=None if data["step"] is None else int(data["step"]),
                 kind=Kind[data["kind"].upper()],
                 files={
-                    str(name): FileFacts(int(facts["bytes"]), str(facts[algorithm]))
+                    _plain_name(name): FileFacts(int(facts["bytes"]), str(facts[algorithm]))
                     for name, facts in data["files"].items()
                 },
                 algorithm=algorithm,
@@ -113,6 +114,13 @@ class Manifest:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"incomplete manifest: {error!r}") from error
+
+
+def _plain_name(name: Any) -> str:
+    text = str(name)
+    if not text or text == ".." or "\0" in text or PurePath(text).name != text:
+        raise ValueError(f"{text!r} is not the name of a file in the manifest's own directory")
+    return text
 
 
 def read_manifest(path: Path) -> Manifest | None:

@@ -214,7 +214,7 @@ def damage(path: Path, how: str) -> None:
     os.utime(path, (stat.st_atime, stat.st_mtime))
 
 
-@pytest.mark.parametrize("how", ["cut", "binary", "renamed", "later format", "not ours"])
+@pytest.mark.parametrize("how", ["cut", "binary", "renamed", "later format", "not ours", "names"])
 def test_a_bad_manifest_is_no_manifest(how: str, trained: Any) -> None:
     _, store = trained(3, 5)
     path = store.directory / "model.ckpt-5.manifest"
@@ -227,6 +227,8 @@ def test_a_bad_manifest_is_no_manifest(how: str, trained: Any) -> None:
         shutil.copy(store.directory / "model.ckpt-3.manifest", path)
     elif how == "later format":
         path.write_text(json.dumps(json.loads(text) | {"format": 2}))
+    elif how == "names":
+        path.write_text(text.replace('"model.ckpt-5.index"', '"../model.ckpt-5.index"'))
     else:
         path.write_text("[1]")
     entry = cat.scan(store.directory, "model.ckpt").regular[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -286,6 +287,29 @@ def test_a_deletion_that_was_interrupted_does_not_hit_a_new_one(trained: Any) ->
     os.utime(index, (2e9, 2e9))
     store.writer.recover()
     assert index.exists() and litter(store.directory) == []
+
+
+@pytest.mark.parametrize("record", ["tombstone", "publication"])
+@pytest.mark.parametrize("named", ["../victim", "absolute", "files/../../victim"])
+def test_records_do_not_reach_outside_of_the_directory(record: str, named: str, trained: Any, tmp_path: Path) -> None:
+    """Somebody else's record, or an altered one: what it names elsewhere is neither deleted nor replaced."""
+    _, store = trained(1, 2)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    told = json.loads((store.directory / "model.ckpt-1.manifest").read_text())
+    told["files"] = {str(victim) if named == "absolute" else named: {"bytes": 8, told["algorithm"]: "0"}}
+    (store.directory / "files").mkdir()
+    if record == "tombstone":
+        (store.directory / ".model.ckpt-9.deleting").write_text(json.dumps(told | {"name": "model.ckpt-9"}))
+    else:
+        saving = store.directory / ".model.ckpt.saving-0-0"
+        (saving / "files").mkdir(parents=True)
+        (store.directory / "victim").write_text("put in its place")
+        (saving / "commit.manifest").write_text(json.dumps(told))
+    store.writer.recover()
+    assert victim.read_text() == "precious"
+    assert litter(store.directory) == []
+    assert [record.step for record in store.checkpoints()] == [1, 2]
 
 
 def test_points_in_sequence_are_documented() -> None:
