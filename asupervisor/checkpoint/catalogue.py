@@ -265,9 +265,9 @@ def scan(
             groups.setdefault(match["name"], {})
             if _PART.match(name) and not name.endswith(mf.SUFFIX):
                 groups[match["name"]][name] = size
-    for name in state.names:
-        if name in sizes:  # TensorFlow's V1 format is a single file under the prefix's own name
-            groups.setdefault(name, {})[name] = sizes[name]
+    for name, size in sizes.items():  # TensorFlow's V1 format is a single file under the prefix's own name
+        if name in state.names or (f"{name}.index" not in sizes and _has_step(name, basename)):
+            groups.setdefault(name, {})[name] = size
     entries = []
     for name, files in groups.items():
         listed = state.names.index(name) if name in state.names else None
@@ -307,6 +307,11 @@ def _is_stale(name: str, mtimes: Mapping[str, float]) -> bool:
     # this checkpoint and saved it once more under its name, or by a copy that did not keep the times: in both cases
     # the tensors' own checksums decide, not the manifest.
     return mtimes.get(f"{name}.index", 0.0) > mtimes.get(f"{name}{mf.SUFFIX}", 0.0)
+
+
+def _has_step(name: str, basename: str) -> bool:
+    parsed = parse_name(name, basename)
+    return parsed is not None and parsed[0] is not None
 
 
 def _step_of_any_name(name: str) -> int | None:

@@ -184,6 +184,8 @@ def read_state_file(path: Path) -> StateFile:
             names.append(name)
     if not state.model_checkpoint_path:
         return StateFile(path, exists=True, names=tuple(names), problem="names no latest checkpoint")
+    if not names:
+        return StateFile(path, exists=True, problem="names only checkpoints outside of its directory")
     home = path.parent.absolute()
     relocated = any(PurePath(entry).is_absolute() and PurePath(entry).parent != home for entry in listed)
     return StateFile(path, exists=True, names=tuple(names), relocated=relocated)

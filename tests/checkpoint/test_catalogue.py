@@ -286,6 +286,16 @@ def test_state_file_entries(tmp_path: Path) -> None:
     assert read.relocated and read.problem is None
 
 
+def test_a_state_file_of_another_directory_only(tmp_path: Path) -> None:
+    state = tmp_path / "checkpoint"
+    state.write_text(
+        'model_checkpoint_path: "../other/model.ckpt-9"\nall_model_checkpoint_paths: "../other/model.ckpt-9"\n'
+    )
+    assert mf.read_state_file(state).problem == "names only checkpoints outside of its directory"
+    evidence = cat.scan(tmp_path, "model.ckpt").evidence()
+    assert evidence and str(state) in evidence and "outside of its directory" in evidence
+
+
 def test_relative_names_are_written(trained: Any, tmp_path: Path) -> None:
     _, store = trained(3, 5)
     text = (store.directory / "checkpoint").read_text()
