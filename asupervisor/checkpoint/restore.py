@@ -349,6 +349,21 @@ def mismatch(prefix: str, found: Fit) -> CheckpointMismatch:
     return CheckpointMismatch(prefix, found.missing, found.unexpected, found.different)
 
 
+def object_based(prefix: str, found: Fit) -> CheckpointMismatch:
+    """The error where a checkpoint of objects, not of variables by their names, meets a graph that is finalised."""
+    return CheckpointMismatch(
+        prefix,
+        found.missing,
+        (),
+        (
+            "the format: tf.train.Checkpoint or a CheckpointManager wrote it, which name values by the objects that "
+            "hold them, and a saver can restore that only while the graph is not finalised. Convert it once: build "
+            "the model, restore it by tf.compat.v1.train.Saver().restore(session, path) in a plain session, save it "
+            "by that saver's save() into another directory, and begin from there by init_from",
+        ),
+    )
+
+
 # ------------------------------------------------------------------------------------------ restoring
 
 

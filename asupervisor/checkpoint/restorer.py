@@ -225,11 +225,16 @@ class StoreRestorer:
         actions = rs.actions_of(raw.graph, saver)
         index = rs.contents(prefix) if actions is not None else None
         part = False
-        if actions is not None and index is not None and rs.OBJECT_GRAPH not in index.shapes:
+        if actions is not None and index is not None:
             found = rs.fit(actions, index)
-            if not found.restorable(store.partial):
+            if rs.OBJECT_GRAPH in index.shapes:
+                # The saver would add ops to restore it by its objects.
+                if raw.graph.finalized and not found.whole:
+                    raise rs.object_based(prefix, found)
+            elif not found.restorable(store.partial):
                 raise rs.mismatch(prefix, found)
-            part = not found.whole
+            else:
+                part = not found.whole
         # Variables and tables of a SavedModel have initialisers of their own; the checkpoint has the last word.
         if initializers := raw.graph.get_collection("saved_model_initializers"):
             raw.run(initializers)

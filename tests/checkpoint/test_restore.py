@@ -16,6 +16,7 @@ from asupervisor.checkpoint.records import Kind
 from asupervisor.checkpoint.retention import LatestN
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotRestored
+from tests.forks import Forks
 
 tf1 = tf.compat.v1
 pytestmark = pytest.mark.modes
@@ -54,13 +55,15 @@ def test_f01_state_file_lost(loss: str, trained: Any, restored_step: Any, events
     assert "checkpoint.state_rebuilt" in events.kinds()
 
 
-@pytest.mark.parametrize("state", ["empty", "binary", "names what is gone"])
+@pytest.mark.parametrize("state", ["empty", "binary", "names what is gone", "names what is elsewhere"])
 def test_f01_nothing_left_but_the_state_file(state: str, trained: Any, restored_step: Any) -> None:
     """F01, 36. There were checkpoints once: not a reason to begin at step 0, but an error that names the file."""
     _, store = trained(3)
     for path in store.directory.glob("model.ckpt-3*"):
         path.unlink()
-    if state != "names what is gone":
+    if state == "names what is elsewhere":
+        (store.directory / "checkpoint").write_text('model_checkpoint_path: "../other/model.ckpt-3"')
+    elif state != "names what is gone":
         (store.directory / "checkpoint").write_bytes(b"" if state == "empty" else os.urandom(50))
     before = listing(store.directory)
     with pytest.raises(CheckpointNotRestored) as caught:
@@ -69,6 +72,31 @@ def test_f01_nothing_left_but_the_state_file(state: str, trained: Any, restored_
     assert "fresh_start=True" in str(caught.value)
     assert listing(store.directory) == before
     assert restored_step(fresh_start=True) is None
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_f01_a_file_of_the_older_format_without_its_state_file(
+    meta: bool, make_model: Any, restored_step: Any, tmp_path: Path
+) -> None:
+    """F01. TensorFlow's V1 format is one file, which nothing but the state file tells from others."""
+    logdir = tmp_path / "logdir"
+    logdir.mkdir()
+    model = make_model(write_version=tf1.train.SaverDef.V1)
+    with model.session() as raw, model.graph.as_default():
+        raw.run(model.init)
+        for _ in range(5):
+            raw.run(model.train)
+        model.saver.save(raw, str(logdir / "model.ckpt"), global_step=5, write_meta_graph=meta)
+    (logdir / "checkpoint").unlink()
+    assert (logdir / "model.ckpt-5").is_file()
+    assert restored_step() == 5
+
+
+def test_f01_a_file_that_may_have_been_a_checkpoint(restored_step: Any, tmp_path: Path) -> None:
+    (tmp_path / "logdir").mkdir()
+    (tmp_path / "logdir" / "model.ckpt-5").write_bytes(os.urandom(50))
+    with pytest.raises(CheckpointNotRestored, match=r"model\.ckpt-5"):
+        restored_step()
 
 
 def test_f01_vanished_checkpoint_falls_back(trained: Any, restored_step: Any) -> None:
@@ -422,6 +450,39 @@ def test_a_model_that_shrank(variables: str, tmp_path: Path, events: Any) -> Non
     """As with TensorFlow: a checkpoint may hold more than is asked for."""
     grown(tmp_path, ["a", "b"], events)
     assert grown(tmp_path, ["a"], events)[0] == {"a": 2.0}
+
+
+OBJECTS = """
+import sys, tensorflow as tf
+held = {f"v{n}": tf.Variable(tf.fill([1000], 9.0), name=f"v{n}") for n in range(3)}
+held["step"] = tf.Variable(9, dtype=tf.int64, name="global_step")
+tf.train.CheckpointManager(tf.train.Checkpoint(**held), sys.argv[1], 3).save(9)
+"""
+
+
+def test_a_checkpoint_of_objects(
+    make_model: Any, make_store: Any, restored_step: Any, forks: Forks, tmp_path: Path
+) -> None:
+    """On a finalised graph no saver can restore it: the error tells, and what it says to do works."""
+    logdir = tmp_path / "logdir"
+    child = forks.start("-c", OBJECTS, logdir)
+    child.communicate(timeout=60)
+    assert child.returncode == 0
+    model = make_model()
+    store = make_store(model)
+    model.graph.finalize()
+    before = listing(logdir)
+    with model.session() as raw, pytest.raises(CheckpointMismatch, match="Convert it once") as caught:
+        store.restorer(raw, model.saver, store.logdir, None)
+    assert listing(logdir) == before
+    assert len(caught.value.missing) == 4 and "init_from" in str(caught.value)
+    plain, converted = make_model(), tmp_path / "converted"
+    converted.mkdir()
+    with plain.graph.as_default(), plain.session() as raw:
+        saver = tf1.train.Saver()
+        saver.restore(raw, str(logdir / "ckpt-9"))
+        saver.save(raw, str(converted / "model.ckpt"), global_step=9)
+    assert restored_step(tmp_path / "new", init_from=converted) == 9
 
 
 def test_partial_restore_of_another_model(variables: str, tmp_path: Path, events: Any) -> None:
