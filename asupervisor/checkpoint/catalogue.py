@@ -209,6 +209,12 @@ def parse_name(name: str, basename: str) -> tuple[int | None, Kind] | None:
     return None
 
 
+def stem_of(name: str) -> str | None:
+    """The prefix's file name by that of one file of a checkpoint; None where it cannot be one."""
+    match = _PART.match(name)
+    return match["name"] if match else None
+
+
 class Manifests:
     """Manifests that were read before: a directory that keeps all checkpoints may hold thousands."""
 

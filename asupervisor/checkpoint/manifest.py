@@ -112,8 +112,8 @@ class Manifest:
                 run_id=str(data["run_id"]),
                 nonfinite=tuple(map(str, data["nonfinite"])),
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"incomplete manifest: {error!r}") from error
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"no manifest: {error!r}") from error
 
 
 def _plain_name(name: Any) -> str:
@@ -126,6 +126,8 @@ def _plain_name(name: Any) -> str:
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest in a file, or None where there is none that can be used: missing, cut, of another format."""
     try:
+        if not path.is_file():  # a pipe would be waited for
+            return None
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
@@ -161,6 +163,8 @@ def read_state_file(path: Path) -> StateFile:
     Absolute entries are reduced to their last part: in a moved or copied directory they name files of another
     place, which are none of ours, while the files of the same name beside the state file are.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+        return StateFile(path, exists=True, problem="is not a file")
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorflow as tf
 
@@ -13,10 +13,12 @@ from asupervisor.checkpoint import catalogue as cat
 from asupervisor.checkpoint import restore as rs
 from asupervisor.checkpoint.records import RestoreInfo
 from asupervisor.checkpoint.verify import damage_of
-from asupervisor.errors import CheckpointDamaged, CheckpointNotRestored
+from asupervisor.errors import CheckpointDamaged, CheckpointError, CheckpointNotRestored
 
 if TYPE_CHECKING:
     from asupervisor.checkpoint.store import CheckpointStore
+
+_E = TypeVar("_E", bound=CheckpointError)
 
 
 class StoreRestorer:
@@ -160,9 +162,18 @@ class StoreRestorer:
         path = Path(place).absolute()
         if not path.is_dir():
             self._explicit(raw, saver, place)
-        elif not self._from_elsewhere(raw, saver, path, self._store.basename):
-            raise CheckpointNotRestored(place, "init_from names a directory without checkpoints")
-        return True
+            return True
+        try:
+            if self._from_elsewhere(raw, saver, path, self._store.basename):
+                return True
+            reason = "it is a directory without checkpoints"
+        except CheckpointNotRestored as error:
+            reason = error.reason
+        raise _in_words(
+            CheckpointNotRestored(place, reason),
+            f"init_from {place!r} cannot be restored: {reason}. Name a directory with checkpoints named "
+            f"{self._store.basename!r}, or the prefix of one checkpoint.",
+        )
 
     def _from_elsewhere(self, raw: tf.compat.v1.Session, saver: Any, directory: Path, basename: str) -> bool:
         catalogue = cat.scan(directory, basename)
@@ -186,6 +197,8 @@ class StoreRestorer:
             damage = damage_of(entry)
             if damage is not None:
                 raise CheckpointDamaged(prefix, damage)
+        elif "://" not in prefix and rs.actions_of(raw.graph, saver) is not None:
+            _check_prefix(prefix, path)
         restored = self._restore(raw, saver, prefix, None if entry is None else entry.step, ())
         if not store.read_only and store.holds(path):
             store.claim(restored)
@@ -264,6 +277,28 @@ class StoreRestorer:
             damaged=[{"prefix": bad, "reason": reason} for bad, reason in damaged],
         )
         return restored
+
+
+def _check_prefix(prefix: str, path: Path) -> None:
+    """Raise where no checkpoint has this prefix, with the prefix that was meant if it is one of its files."""
+    whole = cat.stem_of(path.name)
+    if whole is not None and path.is_file():
+        raise _in_words(
+            CheckpointDamaged(prefix, "it is one file of a checkpoint"),
+            f"{prefix!r} is one file of a checkpoint: pass the prefix of all of them, {str(path.with_name(whole))!r}",
+        )
+    if not path.exists() and not set("*?") & set(path.name):  # a pattern names the shards of the V1 format
+        raise _in_words(
+            CheckpointDamaged(prefix, "it is not there"),
+            f"checkpoint {prefix!r} is not there: {str(path.parent)!r} has neither index nor data of it. Pass "
+            "the prefix of a checkpoint, as tf.compat.v1.train.latest_checkpoint gives it",
+        )
+
+
+def _in_words(error: _E, message: str) -> _E:
+    """The same error where its usual words would name the wrong place, or the wrong remedy."""
+    error.args = (message,)
+    return error
 
 
 def _why_none(catalogue: cat.Catalogue, damaged: Sequence[tuple[cat.Entry, str]]) -> str:

@@ -214,7 +214,9 @@ def damage(path: Path, how: str) -> None:
     os.utime(path, (stat.st_atime, stat.st_mtime))
 
 
-@pytest.mark.parametrize("how", ["cut", "binary", "renamed", "later format", "not ours", "names"])
+@pytest.mark.parametrize(
+    "how", ["cut", "binary", "renamed", "later format", "not ours", "names", "infinite", "deep", "a pipe"]
+)
 def test_a_bad_manifest_is_no_manifest(how: str, trained: Any) -> None:
     _, store = trained(3, 5)
     path = store.directory / "model.ckpt-5.manifest"
@@ -227,10 +229,18 @@ def test_a_bad_manifest_is_no_manifest(how: str, trained: Any) -> None:
         shutil.copy(store.directory / "model.ckpt-3.manifest", path)
     elif how == "later format":
         path.write_text(json.dumps(json.loads(text) | {"format": 2}))
+    elif how == "infinite":
+        path.write_text(text.replace('"step": 5', '"step": 1e999'))
+    elif how == "deep":
+        path.write_text("[" * 100_000)
+    elif how == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
     elif how == "names":
         path.write_text(text.replace('"model.ckpt-5.index"', '"../model.ckpt-5.index"'))
     else:
         path.write_text("[1]")
+    store.writer.recover()
     entry = cat.scan(store.directory, "model.ckpt").regular[-1]
     assert entry.name == "model.ckpt-5" and entry.manifest is None and entry.managed
     assert damage_of(entry) is None
@@ -294,6 +304,11 @@ def test_a_state_file_of_another_directory_only(tmp_path: Path) -> None:
     assert mf.read_state_file(state).problem == "names only checkpoints outside of its directory"
     evidence = cat.scan(tmp_path, "model.ckpt").evidence()
     assert evidence and str(state) in evidence and "outside of its directory" in evidence
+
+
+def test_a_pipe_is_no_state_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "checkpoint")
+    assert mf.read_state_file(tmp_path / "checkpoint").problem == "is not a file"
 
 
 def test_relative_names_are_written(trained: Any, tmp_path: Path) -> None:

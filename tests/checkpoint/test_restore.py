@@ -15,7 +15,7 @@ from asupervisor.checkpoint import restore as rs
 from asupervisor.checkpoint.records import Kind
 from asupervisor.checkpoint.retention import LatestN
 from asupervisor.checkpoint.store import CheckpointStore
-from asupervisor.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotRestored
+from asupervisor.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotRestored
 from tests.forks import Forks
 
 tf1 = tf.compat.v1
@@ -579,6 +579,42 @@ def test_init_from_one_checkpoint(trained: Any, make_model: Any, make_store: Any
         assert store.restorer(raw, model.saver, store.logdir, None)
         assert int(raw.run(model.step)) == 3
         store.publish(store.snapshot(raw))
+
+
+@pytest.mark.parametrize("part", [".index", ".meta", ".data-00000-of-00001", ".manifest"])
+def test_one_file_of_a_checkpoint_is_not_its_prefix(
+    part: str, trained: Any, make_model: Any, make_store: Any, tmp_path: Path
+) -> None:
+    _, there = trained(3, logdir=tmp_path / "there")
+    model, prefix = make_model(), str(there.directory / "model.ckpt-3")
+    store = make_store(model)
+    with model.session() as raw, pytest.raises(CheckpointDamaged) as caught:
+        store.restorer(raw, model.saver, None, prefix + part)
+    assert str(caught.value).endswith(f"one file of a checkpoint: pass the prefix of all of them, {prefix!r}")
+
+
+@pytest.mark.parametrize("what", ["nothing", "an empty directory", "damaged ones"])
+def test_init_from_a_place_with_nothing_to_restore(
+    what: str, trained: Any, make_model: Any, make_store: Any, tmp_path: Path
+) -> None:
+    """The error speaks of that place, and gives no advice that is for the run's own directory."""
+    place = tmp_path / "there"
+    if what == "an empty directory":
+        place.mkdir()
+    elif what == "damaged ones":
+        trained(3, logdir=place)
+        break_file(place / "model.ckpt-3.index")
+    model = make_model()
+    store = make_store(model, init_from=place)
+    with model.session() as raw, pytest.raises(CheckpointError) as caught:
+        store.restorer(raw, model.saver, store.logdir, None)
+    text = str(caught.value)
+    assert {
+        "nothing": f"checkpoint {str(place)!r} is not there",
+        "an empty directory": f"init_from {str(place)!r} cannot be restored: it is a directory without checkpoints",
+        "damaged ones": f"init_from {str(place)!r} cannot be restored: all 1 are damaged",
+    }[what] in text
+    assert "logdir" not in text and "fresh_start" not in text
 
 
 def test_fresh_start_moves_everything_aside(
