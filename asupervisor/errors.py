@@ -262,10 +262,10 @@ class CheckpointError(SupervisorError):
 class CheckpointDamaged(CheckpointError):
     """The files of a checkpoint are truncated, altered or missing."""
 
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, message: str | None = None) -> None:
         self.path = path
         self.reason = reason
-        super().__init__(f"checkpoint {path!r} is damaged: {reason}")
+        super().__init__(message or f"checkpoint {path!r} is damaged: {reason}")
 
 
 class CheckpointMismatch(CheckpointError):
@@ -294,11 +294,12 @@ class CheckpointMismatch(CheckpointError):
 class CheckpointNotRestored(CheckpointError):
     """A directory holds checkpoints that this run did not restore, so saving there would overwrite them."""
 
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, message: str | None = None) -> None:
         self.path = path
         self.reason = reason
         super().__init__(
-            f"logdir {path!r} holds checkpoints that were not restored: {reason}. Pass fresh_start=True to set them "
+            message
+            or f"logdir {path!r} holds checkpoints that were not restored: {reason}. Pass fresh_start=True to set them "
             "aside and begin all the same, or give this run its own logdir."
         )
 

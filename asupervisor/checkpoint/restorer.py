@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -13,12 +13,10 @@ from asupervisor.checkpoint import catalogue as cat
 from asupervisor.checkpoint import restore as rs
 from asupervisor.checkpoint.records import RestoreInfo
 from asupervisor.checkpoint.verify import damage_of
-from asupervisor.errors import CheckpointDamaged, CheckpointError, CheckpointNotRestored
+from asupervisor.errors import CheckpointDamaged, CheckpointNotRestored
 
 if TYPE_CHECKING:
     from asupervisor.checkpoint.store import CheckpointStore
-
-_E = TypeVar("_E", bound=CheckpointError)
 
 
 class StoreRestorer:
@@ -169,8 +167,9 @@ class StoreRestorer:
             reason = "it is a directory without checkpoints"
         except CheckpointNotRestored as error:
             reason = error.reason
-        raise _in_words(
-            CheckpointNotRestored(place, reason),
+        raise CheckpointNotRestored(
+            place,
+            reason,
             f"init_from {place!r} cannot be restored: {reason}. Name a directory with checkpoints named "
             f"{self._store.basename!r}, or the prefix of one checkpoint.",
         )
@@ -283,22 +282,18 @@ def _check_prefix(prefix: str, path: Path) -> None:
     """Raise where no checkpoint has this prefix, with the prefix that was meant if it is one of its files."""
     whole = cat.stem_of(path.name)
     if whole is not None and path.is_file():
-        raise _in_words(
-            CheckpointDamaged(prefix, "it is one file of a checkpoint"),
+        raise CheckpointDamaged(
+            prefix,
+            "it is one file of a checkpoint",
             f"{prefix!r} is one file of a checkpoint: pass the prefix of all of them, {str(path.with_name(whole))!r}",
         )
     if not path.exists() and not set("*?") & set(path.name):  # a pattern names the shards of the V1 format
-        raise _in_words(
-            CheckpointDamaged(prefix, "it is not there"),
+        raise CheckpointDamaged(
+            prefix,
+            "it is not there",
             f"checkpoint {prefix!r} is not there: {str(path.parent)!r} has neither index nor data of it. Pass "
             "the prefix of a checkpoint, as tf.compat.v1.train.latest_checkpoint gives it",
         )
-
-
-def _in_words(error: _E, message: str) -> _E:
-    """The same error where its usual words would name the wrong place, or the wrong remedy."""
-    error.args = (message,)
-    return error
 
 
 def _why_none(catalogue: cat.Catalogue, damaged: Sequence[tuple[cat.Entry, str]]) -> str:
