@@ -7,6 +7,7 @@ from the event loop (`HookChain.run_from_loop`).
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -155,17 +156,23 @@ class HookChain:
         on_device: OnDevice,
     ) -> Exception | None:
         for_whom = session if session is None or is_async(method) else session.raw
+        name = getattr(method, "__qualname__", repr(method))
         try:
             await _call(method, (for_whom, *args), on_device)
         except StopRequested:  # or StopIteration: it asks for the end, and this is the end
             return None
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            # A task that the hook has cancelled and awaited: nobody has cancelled us. The same as a plain hook's.
+            return self._failed(name, _own_cancellation(name, error))
         except Exception as error:
-            name = getattr(method, "__qualname__", repr(method))
-            self._emit(
-                "hook.failed", f"{name} failed: {describe(error)}", level="error", hook=name, error=describe(error)
-            )
-            return error  # not into a list of the caller's: its traceback leads here
+            return self._failed(name, error)  # not into a list of the caller's: its traceback leads here
         return None
+
+    def _failed(self, name: str, error: Exception) -> Exception:
+        self._emit("hook.failed", f"{name} failed: {describe(error)}", level="error", hook=name, error=describe(error))
+        return error
 
     # ------------------------------------------------------------------ one run on a thread
 
@@ -317,6 +324,18 @@ def _unboxed(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     except StopIteration as error:
         raise StopRequested(_A_RUN) from error
     return checked(result, method)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled the task that runs here."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _own_cancellation(name: str, cause: asyncio.CancelledError) -> RuntimeError:
+    error = RuntimeError(f"{name} raised CancelledError, but nobody had cancelled it: catch that of a task it awaits")
+    error.__cause__ = cause
+    return error
 
 
 def _says_done(hook: Any, global_step: int | None) -> bool:

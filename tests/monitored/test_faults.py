@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from asupervisor import checkpoints
 from asupervisor.errors import RecoveryExhausted, StopRequested
 from asupervisor.hooks import AsyncSessionRunHook, StopAtStepHook
 from asupervisor.monitored import ChiefSessionCreator, MonitoredSession, MonitoredTrainingSession
@@ -139,6 +140,30 @@ async def test_f15_the_session_is_open_at_the_last_call(counter: Make) -> None:
     async with MonitoredSession(hooks=[Last()], graph=made.graph) as sess:
         await sess.run(made.train)
     assert read == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["end", "finish"])
+async def test_f15_a_last_call_that_awaits_what_it_cancelled(
+    counter: Make, recorder: Make, tmp_path: Path, method: str
+) -> None:
+    """Its CancelledError is an error of this hook: it neither skips the others nor the last save."""
+    made, other = counter(), recorder("other")
+
+    async def last(self: Any, *args: Any) -> None:
+        task = asyncio.ensure_future(asyncio.sleep(60))
+        task.cancel()
+        await task
+
+    hook = type("Awaits", (AsyncSessionRunHook,), {method: last})()
+    sess = MonitoredTrainingSession(checkpoint_dir=tmp_path, graph=made.graph, hooks=[hook, other])
+    with pytest.raises(RuntimeError, match="raised CancelledError") as raised:
+        async with sess:
+            for _ in range(3):
+                await sess.run(made.train)
+    assert isinstance(raised.value.__cause__, asyncio.CancelledError)
+    assert other.calls[-2:] == ["other.end", "other.finish"]
+    assert sess.outcome == "error"
+    assert [info.step for info in checkpoints(tmp_path)] == [0, 3]
 
 
 async def test_f15_several_failures_are_all_told(counter: Make) -> None:
