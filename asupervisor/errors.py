@@ -91,17 +91,47 @@ class StopGraceExceeded(SupervisorError, RuntimeError):
             the function it is in.
         grace_secs: The grace that they were given, in seconds.
         stack: Formatted stack of the thread that is still busy, or an empty string.
+        message: What happened, in other words than the usual ones.
     """
 
-    def __init__(self, services: Sequence[str], grace_secs: float, stack: str = "") -> None:
+    def __init__(self, services: Sequence[str], grace_secs: float, stack: str = "", message: str = "") -> None:
         self.services = tuple(services)
         self.grace_secs = grace_secs
         self.stack = stack
-        message = (
+        message = message or (
             f"threads still running after the stop, with {grace_secs:g} s of grace: {' '.join(self.services)}. "
             "Let them poll should_stop(), or raise stop_grace_secs."
         )
         super().__init__(f"{message}\nThe busy thread is here:\n{stack}" if stack else message)
+
+    @classmethod
+    def of_a_hook(cls, method: str, secs: float) -> StopGraceExceeded:
+        """For the last call of a hook, which must leave time for the final save.
+
+        Args:
+            method: Which call.
+            secs: How long it has taken, in seconds.
+        """
+        return cls(
+            [method],
+            secs,
+            message=f"the hook's last call {method} did not end within {secs:.1f} s, its share of the grace. Make it "
+            "shorter, or raise stop_grace_period_secs.",
+        )
+
+    @classmethod
+    def of_final_save(cls, grace_secs: float) -> StopGraceExceeded:
+        """For a final save that was due and was not made.
+
+        Args:
+            grace_secs: The whole grace, in seconds.
+        """
+        return cls(
+            ["final save"],
+            grace_secs,
+            message=f"there is no final save: the {grace_secs:g} s of grace were over before it was done. What was "
+            "trained since the newest checkpoint is lost. Raise stop_grace_period_secs.",
+        )
 
 
 class SessionClosed(SupervisorError, RuntimeError):

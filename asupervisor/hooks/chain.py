@@ -17,7 +17,7 @@ import anyio
 import tensorflow as tf
 
 from asupervisor import _tf
-from asupervisor.errors import StopRequested, describe
+from asupervisor.errors import StopGraceExceeded, StopRequested, describe
 from asupervisor.events import EventSink
 from asupervisor.hooks.merging import Merged
 from asupervisor.hooks.protocol import AsyncSessionRunHook, HookOutcome, checked, is_async
@@ -51,6 +51,8 @@ class HookChain:
     def __init__(self, hooks: Sequence[Any], emit: EventSink) -> None:
         self.hooks = tuple(hooks)
         self.stop_requested = False
+        self.under_way: str | None = None
+        """The last call that is being made, for messages."""
         self._emit = emit
         self._begun: list[Any] = []  # and without their last call
         self._ending = False
@@ -105,35 +107,72 @@ class HookChain:
                     global_step=global_step,
                 )
 
-    async def end(self, session: AsyncSession | None, outcome: HookOutcome, on_device: OnDevice) -> list[Exception]:
+    async def end(
+        self,
+        session: AsyncSession | None,
+        outcome: HookOutcome,
+        on_device: OnDevice,
+        limit_secs: float | None = None,
+    ) -> list[Exception]:
         """Call every hook's `end`, after a clean end, and every begun hook's `finish`.
 
         Whatever was interrupted goes on where it was when it is called again: each hook has one last call.
 
+        Args:
+            session: The session, or None if there is none.
+            outcome: How it ends.
+            on_device: Where plain methods run.
+            limit_secs: What all of them have together, in seconds; one call may take four fifths of what is left, so
+                that one which hangs keeps no other from its last call.
+
         Returns:
             What they raised, all of it: one hook's failure keeps no other from its last call.
         """
+        loop = asyncio.get_running_loop()
+        deadline = None if limit_secs is None else loop.time() + limit_secs
+
+        async def last_call(method: Callable[..., Any], args: tuple[Any, ...], started: list[bool]) -> Exception | None:
+            secs = None if deadline is None else 0.8 * max(0.0, deadline - loop.time())
+            return await self._last_call(_noting(method, started), session, args, on_device, secs)
+
         errors: list[Exception | None] = []
         if not self._ending and outcome.clean and session is not None:
             self._ending = True
+            left_out: list[str] = []
             for hook in self.hooks:
-                errors.append(await self._last_call(hook.end, session, (), on_device))
+                started: list[bool] = []
+                errors.append(await last_call(hook.end, (), started))
+                if not started and errors[-1] is None:
+                    left_out.append(type(hook).__name__)
+            if left_out:
+                self._emit(
+                    "hook.no_last_call",
+                    f"hooks whose `end` was not called, since their thread is stuck: {' '.join(left_out)}",
+                    level="error",
+                    hooks=left_out,
+                )
         self._ending = True
         first = next(filter(None, errors), None)
         if first is not None:
             outcome = HookOutcome("error", first)
-        while self._begun:
-            hook = self._begun.pop(0)
-            finish = getattr(hook, "finish", None)
-            if finish is None:
-                continue
-            started: list[bool] = []
-            try:
-                errors.append(await self._last_call(_noting(finish, started), session, (outcome,), on_device))
-            except BaseException:
-                if not started:  # cancelled in the queue of the device thread: it was not called
-                    self._begun.insert(0, hook)
-                raise
+        waiting: list[Any] = []
+        try:
+            while self._begun:
+                hook = self._begun.pop(0)
+                finish = getattr(hook, "finish", None)
+                if finish is None:
+                    continue
+                started = []
+                error: Exception | None = None
+                try:
+                    error = await last_call(finish, (outcome,), started)
+                finally:
+                    if not started and error is None:  # it has waited for the device thread: it was not called
+                        waiting.append(hook)
+                errors.append(error)
+                del error  # its traceback leads here
+        finally:
+            self._begun[:0] = waiting
         return [error for error in errors if error is not None]
 
     def tell_of_missing_calls(self) -> None:
@@ -154,21 +193,30 @@ class HookChain:
         session: AsyncSession | None,
         args: tuple[Any, ...],
         on_device: OnDevice,
+        secs: float | None,
     ) -> Exception | None:
         for_whom = session if session is None or is_async(method) else session.raw
-        name = getattr(method, "__qualname__", repr(method))
+        self.under_way = name = getattr(method, "__qualname__", repr(method))
+        began = asyncio.get_running_loop().time()
+        limit = asyncio.timeout(secs)
         try:
-            await _call(method, (for_whom, *args), on_device)
+            async with limit:
+                await _call(method, (for_whom, *args), on_device)
         except StopRequested:  # or StopIteration: it asks for the end, and this is the end
-            return None
+            pass
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
             # A task that the hook has cancelled and awaited: nobody has cancelled us. The same as a plain hook's.
             return self._failed(name, _own_cancellation(name, error))
         except Exception as error:
-            return self._failed(name, error)  # not into a list of the caller's: its traceback leads here
-        return None
+            if not limit.expired() or not isinstance(error, TimeoutError):
+                return self._failed(name, error)  # not into a list of the caller's: its traceback leads here
+        finally:
+            self.under_way = None
+        if not limit.expired():
+            return None
+        return self._failed(name, StopGraceExceeded.of_a_hook(name, asyncio.get_running_loop().time() - began))
 
     def _failed(self, name: str, error: Exception) -> Exception:
         self._emit("hook.failed", f"{name} failed: {describe(error)}", level="error", hook=name, error=describe(error))

@@ -84,6 +84,8 @@ class Incarnation:
         self.loss: BaseException | None = None
         """Why it was given up; None while it was not."""
         self.ending = False
+        self.settled = False
+        """Whether it has had its last words, well or not: the final save, where one was due."""
         self.run: SupervisedRun | None = None
         self._of = of
         self._plain: AsyncSession | None = None
@@ -323,10 +325,15 @@ class Incarnation:
     async def _settle(self) -> None:
         if self.run is None:
             return
-        if self.loss is None:
-            await self.run.settle()
-        else:
-            await self.run.drain()
+        try:
+            if self.loss is None:
+                await self.run.settle()
+            else:
+                await self.run.drain()
+        except Exception:
+            self.settled = True
+            raise
+        self.settled = True
 
     async def _release(self) -> None:
         left = [thread.name for thread in self._blocking.threads if thread.is_alive()]

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.clock import Clock
-from asupervisor.errors import SessionClosed, StopRequested, describe
+from asupervisor.errors import SessionClosed, StopGraceExceeded, StopRequested, describe
 from asupervisor.events import EventHub, Status
 from asupervisor.hooks.chain import HookChain
 from asupervisor.hooks.protocol import HookOutcome
@@ -307,21 +307,31 @@ class Lifetime:
 
     async def _settle(self) -> None:
         """What streams have under way, then the hooks, the final save, the feeders and the session."""
+        # The rest is for the final save.
+        for_hooks = None if self._host is None else self._host.grace_left / 2
         await end_parts(self.stream_parts, KILL_GRACE_SECS, self.emit)
         outcome = self._how_it_ends()
         current = self.incarnations.current
         session = None if current is None or not current.usable else current.plain
-        for error in await self.chain.end(session, outcome, self._on_thread):
+        for error in await self.chain.end(session, outcome, self._on_thread, for_hooks):
             self.coord.record(error, "a hook's last call")
             outcome = HookOutcome("error", error)
         self._note_outcome(outcome)
         hurry = self._host is not None and self._host.interrupted
         await self.incarnations.end(outcome, hurry=hurry)
-        if current is None or current.loss is not None:
-            return
+        if current is not None and current.loss is None:
+            self._take_over_error(current)
+
+    def _take_over_error(self, current: Incarnation) -> None:
         error_of_service = current.coordinator.error
         if error_of_service is not None and error_of_service is not self.coord.error:
             self.coord.record(error_of_service, "a service")
+
+    def _saves_at_the_end(self, current: Incarnation | None) -> bool:
+        """Whether a final save is due that has not been made."""
+        if self._saving is None or current is None or current.run is None:
+            return False
+        return current.loss is None and not current.settled
 
     def _how_it_ends(self) -> HookOutcome:
         error = self.coord.error
@@ -352,6 +362,13 @@ class Lifetime:
     async def _release(self) -> None:
         assert self._around is not None
         # A startup that failed, or last words that were cut short: what began gets its last call.
+        current = self.incarnations.current
+        saving = self._saves_at_the_end(current) and not (self._host is not None and self._host.interrupted)
+        if self.chain.under_way is not None:
+            self.coord.record(StopGraceExceeded.of_a_hook(self.chain.under_way, self._stop_grace_secs), "a hook")
+        if saving and current is not None and not current.ending:
+            self.coord.record(StopGraceExceeded.of_final_save(self._stop_grace_secs), "the final save")
+            saving = False
         outcome = self._how_it_ends()
         try:
             await end_parts(self.stream_parts, KILL_GRACE_SECS, self.emit)
@@ -360,6 +377,10 @@ class Lifetime:
             self.chain.tell_of_missing_calls()
             self._note_outcome(outcome)
             await self.incarnations.end(outcome, lost=True)
+            if saving and current is not None:
+                self._take_over_error(current)
+                if not current.settled:
+                    self.coord.record(StopGraceExceeded.of_final_save(self._stop_grace_secs), "the final save")
         finally:
             self._last_status = self.status()
             self.incarnations.forget()

@@ -73,7 +73,8 @@ def MonitoredTrainingSession(
         save_summaries_steps: Steps between summaries; 100 unless seconds are given. None or 0 for none by steps.
         save_summaries_secs: Seconds between summaries; None or 0 for none by time.
         config: `ConfigProto` for the session.
-        stop_grace_period_secs: What services have to end by themselves after a stop, in seconds.
+        stop_grace_period_secs: What services have to end by themselves after a stop, in seconds. Last calls of hooks
+            have half of it, so that a final save has the rest: a hook that takes longer is an error.
         log_step_count_steps: Steps between two records of the training speed; None or 0 for none.
         max_wait_secs: Longest wait of a worker for its chief, in seconds.
         save_checkpoint_steps: Steps between checkpoints; None or 0 for none by steps.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from asupervisor import checkpoints
-from asupervisor.errors import RecoveryExhausted, StopRequested
+from asupervisor.errors import RecoveryExhausted, StopGraceExceeded, StopRequested
 from asupervisor.hooks import AsyncSessionRunHook, StopAtStepHook
 from asupervisor.monitored import ChiefSessionCreator, MonitoredSession, MonitoredTrainingSession
 from asupervisor.recovery import NO_PAUSE, RecoveryPolicy
@@ -182,17 +183,92 @@ async def test_f15_several_failures_are_all_told(counter: Make) -> None:
 
 
 async def test_f15_a_hook_that_hangs_at_the_end_is_left_behind(counter: Make, recorder: Make) -> None:
-    """The grace bounds it, the others have their last call, and the block ends."""
+    """It has a share of the grace, the others have their last calls, and the block ends with an error."""
     made, other = counter(), recorder()
 
     class Hangs(AsyncSessionRunHook):
         async def end(self, session: Any) -> None:
             await asyncio.sleep(60)
 
-    async with MonitoredSession(hooks=[Hangs(), other], graph=made.graph, stop_grace_period_secs=0.2) as sess:
-        await sess.run(made.train)
-    assert other.calls[-1] == "hook.finish"
-    assert other.calls.count("hook.finish") == 1
+    sess = MonitoredSession(hooks=[Hangs(), other], graph=made.graph, stop_grace_period_secs=2)
+    with pytest.raises(StopGraceExceeded, match=r"Hangs.end did not end within 0.8 s.*raise stop_grace_period_secs"):
+        async with sess:
+            await sess.run(made.train)
+    assert other.calls[-2:] == ["hook.end", "hook.finish"]
+    assert sess.outcome == "error"
+
+
+async def test_f15_a_hook_that_hangs_at_the_end_leaves_time_for_the_last_save(
+    counter: Make, recorder: Make, tmp_path: Path
+) -> None:
+    made, other = counter(), recorder()
+
+    class Hangs(AsyncSessionRunHook):
+        async def end(self, session: Any) -> None:
+            await asyncio.sleep(60)
+
+        async def finish(self, session: Any, outcome: Any) -> None:
+            await asyncio.sleep(60)
+
+    sess = MonitoredTrainingSession(
+        checkpoint_dir=tmp_path, graph=made.graph, hooks=[Hangs(), other], stop_grace_period_secs=4
+    )
+    with pytest.raises(StopGraceExceeded, match=r"Hangs.end did not end") as raised:
+        async with sess:
+            for _ in range(3):
+                await sess.run(made.train)
+    assert "Hangs.finish did not end" in "".join(raised.value.__notes__)
+    assert other.calls[-2:] == ["hook.end", "hook.finish"]
+    assert [info.step for info in checkpoints(tmp_path)] == [0, 3]
+
+
+async def test_f15_a_plain_hook_that_occupies_the_thread_at_the_end(
+    counter: Make, recorder: Make, tmp_path: Path
+) -> None:
+    """There is no other thread for the last save: the exit says so."""
+    made, other = counter(), recorder()
+    go_on = threading.Event()
+
+    class Hangs(tf1.train.SessionRunHook):  # type: ignore[misc]
+        def end(self, session: Any) -> None:
+            go_on.wait(60)
+
+    sess = MonitoredTrainingSession(
+        checkpoint_dir=tmp_path, graph=made.graph, hooks=[Hangs(), other], stop_grace_period_secs=0.5
+    )
+    try:
+        with pytest.raises(StopGraceExceeded, match=r"Hangs.end did not end") as raised:
+            async with sess:
+                for _ in range(3):
+                    await sess.run(made.train)
+    finally:
+        go_on.set()
+    assert "there is no final save" in "".join(raised.value.__notes__)
+    assert "hook.end" not in other.calls
+    assert sess.outcome == "error"
+
+
+async def test_f15_a_hook_that_refuses_to_be_cancelled_at_the_end(counter: Make, tmp_path: Path) -> None:
+    made = counter()
+    go_on = asyncio.Event()
+
+    class Refuses(AsyncSessionRunHook):
+        async def end(self, session: Any) -> None:
+            while not go_on.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await go_on.wait()
+
+    sess = MonitoredTrainingSession(
+        checkpoint_dir=tmp_path, graph=made.graph, hooks=[Refuses()], stop_grace_period_secs=0.5
+    )
+    try:
+        with pytest.raises(StopGraceExceeded, match=r"Refuses.end did not end") as raised:
+            async with sess:
+                await sess.run(made.train)
+    finally:
+        go_on.set()
+    assert "there is no final save" in "".join(raised.value.__notes__)
+    assert sess.outcome == "error"
 
 
 async def test_f15_a_hook_that_did_not_begin_has_no_last_call(counter: Make, recorder: Make) -> None:
