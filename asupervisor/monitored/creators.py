@@ -117,9 +117,9 @@ class _ScaffoldedCreator(SessionCreator):
         self.scaffold = scaffold
         self.master = master
         self.config = config
-        self.checkpoint_dir = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
-        self.checkpoint_filename_with_path = (
-            None if checkpoint_filename_with_path is None else os.fspath(checkpoint_filename_with_path)
+        self.checkpoint_dir = _checked_dir(checkpoint_dir)
+        self.checkpoint_filename_with_path = arguments.checked_place(
+            "checkpoint_filename_with_path", checkpoint_filename_with_path
         )
         self.max_wait_secs = max_wait_secs
         self.init_from = arguments.checked_place("init_from", init_from)
@@ -264,7 +264,8 @@ class ChiefSessionCreator(_ScaffoldedCreator):
         scaffold: A `tf.compat.v1.train.Scaffold`; None for a default one.
         master: See `Supervisor.managed_session`.
         config: `ConfigProto` for the sessions.
-        checkpoint_dir: Directory to restore from, the newest good checkpoint first.
+        checkpoint_dir: Directory to restore from, the newest good checkpoint first; None or empty for none. A relative
+            path is resolved at once.
         checkpoint_filename_with_path: Checkpoint to restore instead.
         graph: The graph; None for the caller's default graph.
         init_from: See `Supervisor`; the directory is `checkpoint_dir`.
@@ -273,7 +274,8 @@ class ChiefSessionCreator(_ScaffoldedCreator):
 
     Raises:
         RuntimeError: No graph was given and TensorFlow executes eagerly.
-        ValueError: The task has no session: a parameter server's, an evaluator's.
+        ValueError: The task has no session: a parameter server's, an evaluator's. Or `checkpoint_dir` is a remote
+            address.
     """
 
     def __init__(
@@ -333,6 +335,24 @@ class WorkerSessionCreator(_ScaffoldedCreator):
         task: ClusterTask | None = None,
     ) -> None:
         super().__init__(scaffold, master, config, graph, max_wait_secs=max_wait_secs, task=task)
+
+
+def _checked_dir(checkpoint_dir: Any) -> str | None:
+    """The directory as an absolute path; None for none, which an empty string stands for, too.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is a remote address.
+    """
+    if isinstance(checkpoint_dir, str | bytes) and not checkpoint_dir:
+        return None
+    checked = arguments.checked_place("checkpoint_dir", checkpoint_dir)
+    if checked is not None and "://" in checked:
+        raise ValueError(
+            f"checkpoint_dir {checked!r} is a remote address: checkpoints need a local or mounted directory, where a "
+            "file can be locked, flushed and renamed"
+        )
+    return checked
 
 
 def _init_fn(scaffold: Any) -> Callable[[Any], Any] | None:

@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from asupervisor.clock import Clock
 from asupervisor.events import EventHub
-from asupervisor.monitored.creators import ChiefSessionCreator, SavingSettings, SessionCreator, WorkerSessionCreator
+from asupervisor.monitored.creators import ChiefSessionCreator, SavingSettings, WorkerSessionCreator
 from asupervisor.monitored.session import MonitoredSession
 from asupervisor.recovery import RecoveryPolicy
 from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.services import arguments
 from asupervisor.services.peers import ClusterTask
 from asupervisor.summary.base import SummaryWriter
 from asupervisor.summary.writer import EventFileWriter
@@ -65,7 +66,8 @@ def MonitoredTrainingSession(
     Args:
         master: See `Supervisor.managed_session`.
         is_chief: Whether this session initialises, saves and summarises; a worker waits for its chief.
-        checkpoint_dir: Where to restore from and save to; None for neither.
+        checkpoint_dir: Where to restore from and save to; None or empty for neither. A relative path is resolved at
+            once, like that of `summary_dir`.
         scaffold: A `tf.compat.v1.train.Scaffold`.
         hooks: Hooks of every session.
         chief_only_hooks: Hooks of the chief, called before `hooks`.
@@ -96,7 +98,8 @@ def MonitoredTrainingSession(
         The session, to be entered.
 
     Raises:
-        ValueError: Both kinds of interval were given for checkpoints, or for summaries; or two places to begin from.
+        ValueError: Both kinds of interval were given for checkpoints, or for summaries; or two places to begin from. Or
+            `checkpoint_dir` is a remote address.
         RuntimeError: No graph was given and TensorFlow executes eagerly.
     """
     if task is not None:
@@ -115,10 +118,9 @@ def MonitoredTrainingSession(
         "executor": executor,
         "_name": "MonitoredTrainingSession",
     }
-    creator: SessionCreator
     if not is_chief:
-        creator = WorkerSessionCreator(scaffold, master, config, max_wait_secs, graph=graph, task=task)
-        return MonitoredSession(creator, hooks, stop_grace_period_secs, **shared)
+        worker = WorkerSessionCreator(scaffold, master, config, max_wait_secs, graph=graph, task=task)
+        return MonitoredSession(worker, hooks, stop_grace_period_secs, **shared)
     creator = ChiefSessionCreator(
         scaffold,
         master,
@@ -132,8 +134,8 @@ def MonitoredTrainingSession(
     )
     first_hooks = list(chief_only_hooks or ())
     all_hooks = [*first_hooks, *(hooks or ())]
-    summary_to = summary_dir or checkpoint_dir
-    if not summary_to:
+    summary_to = _checked_dir(summary_dir) or creator.checkpoint_dir
+    if summary_to is None:
         return MonitoredSession(creator, all_hooks, stop_grace_period_secs, **shared)
 
     def writer(hub: EventHub) -> SummaryWriter:
@@ -156,6 +158,21 @@ def MonitoredTrainingSession(
         _saving=saving,
         _writer=writer,
     )
+
+
+def _checked_dir(summary_dir: Any) -> str | None:
+    """The directory as an absolute path, a remote address as it is; None for none.
+
+    Raises:
+        TypeError: It is no path.
+    """
+    if summary_dir is None:
+        return None
+    try:
+        path = os.fsdecode(summary_dir).removeprefix("file://")
+    except TypeError:
+        raise TypeError(f"summary_dir must be a path, not {summary_dir!r}") from None
+    return arguments.resolved(path) if path else None
 
 
 def _positive(value: Any) -> Any:
