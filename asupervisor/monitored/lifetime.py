@@ -109,7 +109,7 @@ class Lifetime:
         self._host: Host[None] | None = None
         self._ending: HookOutcome | None = None
         self._was_finalized = False
-        self._released = False
+        self._released = self._started = False
         self._last_status: Status | None = None
 
     # ------------------------------------------------------------------ the start
@@ -184,6 +184,7 @@ class Lifetime:
                 hurried=lambda: host.interrupted,
             )
             await self.incarnations.begin(blueprint, host)
+            self._started = True
         except StopRequested as error:
             self._ending = HookOutcome("stopped", told_by=error)
             raise
@@ -329,7 +330,7 @@ class Lifetime:
 
     def _saves_at_the_end(self, current: Incarnation | None) -> bool:
         """Whether a final save is due that has not been made."""
-        if self._saving is None or current is None or current.run is None:
+        if not self._started or self._saving is None or current is None or current.run is None:
             return False
         return current.loss is None and not current.settled
 
