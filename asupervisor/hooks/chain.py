@@ -69,7 +69,8 @@ class HookChain:
             self._begun.append(hook)
             try:
                 await _call(_noting(hook.begin, started), (), on_device)
-            except BaseException:
+            except BaseException as error:
+                _mark(error)
                 if not started:  # cancelled in the queue of the device thread: it has not begun
                     self._begun.remove(hook)
                 raise
@@ -86,7 +87,11 @@ class HookChain:
         for hook in self.hooks[hooks]:
             method = hook.after_create_session
             args = (session, coordinator) if is_async(method) else (session.raw, blocking)
-            await _call(method, args, on_device)
+            try:
+                await _call(method, args, on_device)
+            except Exception as error:
+                _mark(error)
+                raise
 
     @property
     def asks_whether_done(self) -> bool:

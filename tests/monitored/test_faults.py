@@ -619,6 +619,46 @@ async def test_f23_an_error_of_a_users_hook_is_not_recovered_from(
     assert tf.train.latest_checkpoint(str(tmp_path)).endswith("model.ckpt-2"), "and what was trained is saved"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("method", ["begin", "after_create_session"])
+async def test_f23_an_error_of_a_users_hook_at_the_start_is_not_recovered_from(
+    counter: Make, aborted: Make, tmp_path: Path, method: str, asynchronous: bool
+) -> None:
+    made, error = counter(), aborted()
+    sess = MonitoredTrainingSession(
+        checkpoint_dir=tmp_path, hooks=[failing_in(method, error, asynchronous)], graph=made.graph
+    )
+    with pytest.raises(tf.errors.AbortedError) as raised:
+        await sess.open()
+    assert raised.value is error
+    assert sess.recoveries == 0
+
+
+async def test_f23_an_error_of_a_users_hook_in_a_new_session_is_not_recovered_from(
+    counter: Make, aborted: Make, tmp_path: Path
+) -> None:
+    made, error = counter(), aborted()
+    lost = abort_at(made.graph, 2)
+    created = 0
+
+    class Second(AsyncSessionRunHook):
+        def after_create_session(self, session: Any, coord: Any) -> None:
+            nonlocal created
+            created += 1
+            if created == 2:
+                raise error
+
+    policy = RecoveryPolicy(errors=(tf.errors.UnknownError, tf.errors.AbortedError), backoff=NO_PAUSE)
+    with pytest.raises(tf.errors.AbortedError) as raised:
+        async with MonitoredTrainingSession(
+            checkpoint_dir=tmp_path, hooks=[Second()], graph=made.graph, recovery=policy
+        ) as sess:
+            await sess.run([made.train, lost])
+            await sess.run([made.train, lost])
+    assert raised.value is error
+    assert created == 2
+
+
 def abort_at(graph: tf.Graph, at: int) -> Any:
     """An op whose run number `at` fails as a lost worker's does."""
     runs = 0
