@@ -135,20 +135,33 @@ class StopGraceExceeded(SupervisorError, RuntimeError):
 
 
 class SessionClosed(SupervisorError, RuntimeError):
-    """The session was used after it was closed."""
+    """The session was used after it was closed.
 
-    def __init__(self, session: str = "session") -> None:
+    Args:
+        session: Its name.
+        remedy: What to do.
+    """
+
+    def __init__(
+        self, session: str = "session", remedy: str = "Enter managed_session() again to get a new one."
+    ) -> None:
         self.session = session
-        super().__init__(f"{session} is closed. Enter managed_session() again to get a new one.")
+        super().__init__(f"{session} is closed. {remedy}")
 
 
 class SessionActive(SupervisorError, RuntimeError):
-    """A supervisor was asked for a second session while its first one is active."""
+    """A supervisor was asked for a second session while its first one is active; or a session was entered twice.
 
-    def __init__(self, supervisor: str) -> None:
+    Args:
+        supervisor: Its name.
+        message: What happened, in other words than the usual ones.
+    """
+
+    def __init__(self, supervisor: str, message: str = "") -> None:
         self.supervisor = supervisor
         super().__init__(
-            f"{supervisor} already has an active session. Close it first, or make a second Supervisor: "
+            message
+            or f"{supervisor} already has an active session. Close it first, or make a second Supervisor: "
             "several can share one graph."
         )
 

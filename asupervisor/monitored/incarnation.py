@@ -154,6 +154,11 @@ class Incarnation:
             made = await of.around.executor.side(call, label="create_session")
             if inspect.isawaitable(made):
                 made = await made
+        if not isinstance(made, AsyncSession | tf.compat.v1.Session) and not hasattr(made, "graph"):
+            raise TypeError(
+                f"create_session of {type(of.creator).__name__} must return an asupervisor.AsyncSession or a "
+                f"tf.compat.v1.Session, not {made!r}"
+            )
         self._global_step = tf.compat.v1.train.get_global_step(made.graph)
         if not isinstance(made, AsyncSession):
             made = AsyncSession(

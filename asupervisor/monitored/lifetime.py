@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.clock import Clock
-from asupervisor.errors import SessionClosed, StopGraceExceeded, StopRequested, describe
+from asupervisor.errors import SessionActive, SessionClosed, StopGraceExceeded, StopRequested, describe
 from asupervisor.events import EventHub, Status
 from asupervisor.hooks.chain import HookChain
 from asupervisor.hooks.protocol import HookOutcome
@@ -139,8 +139,10 @@ class Lifetime:
             self._block = self._host = self._ending = None
 
     def _new_block(self) -> Block[None]:
-        if self._block is not None or self.closed:
-            raise SessionClosed(self.name)
+        if self._block is not None:
+            raise SessionActive(self.name, f"{self.name} is entered already. Leave it first, or make another one.")
+        if self.closed:
+            raise SessionClosed(self.name, "It is entered once: make another one.")
         self._block = Block(self._new_host)
         return self._block
 

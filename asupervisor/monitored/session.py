@@ -35,6 +35,7 @@ from asupervisor.monitored.streams import MonitoredSteps
 from asupervisor.recovery import RecoveryPolicy
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.services import arguments
 from asupervisor.session.elements import resolve_graph
 from asupervisor.session.session import AsyncSession
 from asupervisor.summary.base import SummaryWriter
@@ -79,6 +80,8 @@ class MonitoredSession:
 
     Raises:
         RuntimeError: No graph was given and TensorFlow executes eagerly.
+        TypeError: `recovery` is no policy, or a number of seconds no number.
+        ValueError: A number of seconds is negative.
     """
 
     StepContext: ClassVar[type[StepContext]] = StepContext
@@ -99,6 +102,10 @@ class MonitoredSession:
         _saving: SavingSettings | None = None,
         _writer: Callable[[EventHub], SummaryWriter | None] | None = None,
     ) -> None:
+        arguments.check_secs("stop_grace_period_secs", stop_grace_period_secs)
+        arguments.check_secs("recovery_wait_secs", recovery_wait_secs)
+        if recovery is not None and not isinstance(recovery, RecoveryPolicy):
+            raise TypeError(f"recovery must be an asupervisor.RecoveryPolicy or None, not {recovery!r}")
         if session_creator is None:
             session_creator = ChiefSessionCreator(graph=graph)
         session_creator = as_ours(session_creator, graph)
