@@ -11,6 +11,8 @@ from __future__ import annotations
 import abc
 import inspect
 import os
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +32,9 @@ from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
 
 tf1 = tf.compat.v1
+
+_guard = threading.Lock()
+_locks: weakref.WeakKeyDictionary[tf.Graph, threading.Lock] = weakref.WeakKeyDictionary()
 
 OnRestart = Literal["initialises", "restores", "adopts"]
 
@@ -141,7 +146,8 @@ class _ScaffoldedCreator(SessionCreator):
         read_only = saving is None or self.checkpoint_dir is None
         saving = saving or SavingSettings()
         clock = clock or SystemClock()
-        with self.graph.as_default():
+        # What several sessions of one graph find there, one of them makes.
+        with _completing(self.graph), self.graph.as_default():
             scaffold = self.scaffold = self.scaffold or tf1.train.Scaffold()
             restoring = self.is_chief and self.checkpoint_dir is not None
             store: CheckpointStore | None = None
@@ -335,6 +341,12 @@ class WorkerSessionCreator(_ScaffoldedCreator):
         task: ClusterTask | None = None,
     ) -> None:
         super().__init__(scaffold, master, config, graph, max_wait_secs=max_wait_secs, task=task)
+
+
+def _completing(graph: tf.Graph) -> threading.Lock:
+    """The lock of whoever completes this graph."""
+    with _guard:
+        return _locks.setdefault(graph, threading.Lock())
 
 
 def _checked_dir(checkpoint_dir: Any) -> str | None:

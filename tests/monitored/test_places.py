@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from asupervisor import checkpoints
 from asupervisor.checkpoint import lock
@@ -91,3 +95,26 @@ def test_a_directory_that_cannot_be_one_is_refused_at_once(counter: Make, cwd: P
 def test_a_summary_dir_that_is_no_path_is_refused_at_once(counter: Make) -> None:
     with pytest.raises(TypeError, match="summary_dir must be a path, not 5"):
         MonitoredTrainingSession(graph=counter().graph, summary_dir=5)  # type: ignore[arg-type]
+
+
+async def test_sessions_of_one_graph_that_start_together_share_what_they_add(
+    counter: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, both = counter(), threading.Barrier(2)
+    init = tf.compat.v1.train.Saver.__init__
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # it must be the only one here
+            both.wait(0.5)
+        init(*args, **kwargs)
+
+    monkeypatch.setattr(tf.compat.v1.train.Saver, "__init__", slow)
+
+    async def one(name: str) -> int:
+        async with MonitoredTrainingSession(graph=made.graph, checkpoint_dir=tmp_path / name) as sess:
+            await sess.run(made.train)
+            return int(await sess.run(made.step))
+
+    assert await asyncio.gather(*map(one, "abc")) == [1, 1, 1]
+    assert len(made.graph.get_collection(tf.compat.v1.GraphKeys.SAVERS)) == 1
+    assert not made.graph.finalized
