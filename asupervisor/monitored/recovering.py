@@ -359,7 +359,9 @@ class Incarnations:
             except Exception as error:
                 incarnation.loss = error
                 await incarnation.end(lost=True)
-                origin: Origin = "hook" if raised_by_a_hook(error) else "startup"
+                # What a run of TensorFlow's session raises in a hook is a loss like any other.
+                of_a_hook = raised_by_a_hook(error) and not _tf.raised_by_session(error)
+                origin: Origin = "hook" if of_a_hook else "startup"
                 decision = await self._decide(incarnation, error, origin, error)
                 await self._pause(decision, error, origin)
                 number += bool(number)

@@ -659,6 +659,31 @@ async def test_f23_an_error_of_a_users_hook_in_a_new_session_is_not_recovered_fr
     assert created == 2
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
+async def test_f23_a_loss_in_a_run_of_a_hook_at_the_start_is_recovered_from(
+    counter: Make, tmp_path: Path, asynchronous: bool
+) -> None:
+    made = counter()
+    lost = abort_at(made.graph, 1)
+
+    class Runs(AsyncSessionRunHook):
+        if asynchronous:
+
+            async def after_create_session(self, session: Any, coord: Any) -> None:
+                await session.run(lost)
+        else:
+
+            def after_create_session(self, session: Any, coord: Any) -> None:
+                session.run(lost)
+
+    policy = RecoveryPolicy(errors=(tf.errors.UnknownError,), backoff=NO_PAUSE)
+    async with MonitoredTrainingSession(
+        checkpoint_dir=tmp_path, hooks=[Runs()], graph=made.graph, recovery=policy
+    ) as sess:
+        assert await sess.run(made.after) == 1
+        assert sess.recoveries == 1
+
+
 def abort_at(graph: tf.Graph, at: int) -> Any:
     """An op whose run number `at` fails as a lost worker's does."""
     runs = 0

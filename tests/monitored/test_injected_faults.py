@@ -393,6 +393,8 @@ class Case:
             pass  # nothing to lose: it is tried again
         elif self.method in ("before_run", "after_run"):
             recovers = recovers and "hook" in self.policy.origins and self._keeps
+        elif self.method == "after_create_session":
+            recovers = recovers and "hook" in self.policy.origins
         elif self.method in ("begin", "end", "finish"):
             recovers = False
         if not recovers:
