@@ -187,8 +187,7 @@ class Incarnation:
         )
         if of.services and self.run is not None:
             self.run.start_standard_services(self._host, session)
-            if self.number == 0 or not self.restored:  # else there is a checkpoint of this very state
-                await self.run.first_save()
+            await self.run.first_save()
         await chain.after_create_session(
             slice(of.chief_hooks, None), session, self.coordinator, self._blocking, self.on_device
         )

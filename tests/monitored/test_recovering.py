@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.errors import CheckpointMismatch, RecoveryExhausted, SessionClosed, StepOutcomeUnknown, StopRequested
 from asupervisor.hooks import AsyncSessionRunHook
 from asupervisor.monitored import (
@@ -125,30 +123,6 @@ async def test_nobody_waits_and_it_goes_on(counter: Make, tmp_path: Path, clock:
         async with time_flies(clock):
             await eventually(lambda: sess._incarnations.current.usable)
         assert await sess.run(made.after) == 2
-
-
-async def test_nobody_waits_for_a_save_of_what_was_restored(
-    counter: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a cluster a save takes seconds, and the parameter server was away for long enough."""
-    made, aborts = counter(), Aborts(2)
-    publish, held = CheckpointStore.publish, threading.Event()
-
-    def wait_and_publish(*args: Any) -> Any:
-        assert held.wait(60)
-        return publish(*args)
-
-    async with MonitoredTrainingSession(
-        checkpoint_dir=tmp_path, hooks=[aborts], graph=made.graph, recovery=quickly
-    ) as sess:
-        await sess.run(made.train)
-        await sess.save()
-        monkeypatch.setattr(CheckpointStore, "publish", wait_and_publish)
-        try:
-            assert await sess.run(made.after) == 2
-            assert sess.recoveries == 1
-        finally:
-            held.set()
 
 
 # ------------------------------------------------------------------ stops
