@@ -6,7 +6,6 @@ The thread itself, its lanes and their order are in `device_thread`.
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import traceback
 import weakref
@@ -21,6 +20,7 @@ from asupervisor.errors import SessionClosed, WrongEventLoop
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.calls import Call, FunctionCall, label_of, no_loop_here, wait_blocking
 from asupervisor.runtime.device_thread import Device
+from asupervisor.runtime.frames import frame_of
 from asupervisor.runtime.mailbox import Mailbox, Rendezvous, forget_closed_loops, mailbox_of
 from asupervisor.runtime.statistics import Percentiles
 
@@ -51,7 +51,7 @@ class Busy:
 
     def stack(self) -> str:
         """The thread's Python stack at this moment, formatted; empty when the thread has ended."""
-        frame = sys._current_frames().get(self.thread_ident)
+        frame = frame_of(self.thread_ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import threading
 import time
 import traceback
@@ -26,6 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
+
+from asupervisor.runtime.frames import frame_of
 
 _clock = time.perf_counter
 _THREAD_START = threading.Thread.start.__code__
@@ -200,7 +201,7 @@ class StallWatch:
             self._conclude(lane, now)
         if began is None:
             return
-        frame = sys._current_frames().get(lane.ident)
+        frame = frame_of(lane.ident)
         if began != lane.seen:
             # All of its time so far lies after the last look.
             lane.seen, lane.used, lane.waited, lane.worst, lane.stack = began, 0.0, 0.0, 0.0, None
