@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
 #: One test in so many of those marked `modes` runs with v2 behaviour off by default, the same ones each time; all of
 #: them with `-m full`.
 SHARE = int(os.environ.get("ASUPERVISOR_TEST_SHARE", "1"))
+#: Counts the tests that have run.
+ENDED = itertools.count(1)
+FROZEN_AFTER = (20, 100, 300, 600, 1000, 1500, 2000)
 OTHER_MODE = pytest.StashKey[tuple[subprocess.Popen[bytes], Any]]()
 
 
@@ -134,6 +139,16 @@ def left_with_each_value(cases: list[Any]) -> list[Any]:
         left.remove(best)
         missing -= values[best]
     return left
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """TensorFlow imports much of itself late; once that is over, the collection after each test need not look at it."""
+    result = yield
+    if next(ENDED) in FROZEN_AFTER:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
