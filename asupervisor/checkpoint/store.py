@@ -26,6 +26,7 @@ from asupervisor.checkpoint import retention as rt
 from asupervisor.checkpoint import snapshot as sn
 from asupervisor.checkpoint.keeper import SnapshotKeeper
 from asupervisor.checkpoint.lock import LogdirLock
+from asupervisor.checkpoint.place import Place
 from asupervisor.checkpoint.records import (
     CheckpointInfo,
     CheckpointRecord,
@@ -146,10 +147,7 @@ class CheckpointStore:
         self.snapshots = SnapshotKeeper(graph, saver, global_step)
         self._meta: tuple[int, bytes] | None = None
         self._mutex = threading.Lock()
-        self._claimed = False
-        self._found: frozenset[tuple[str, float]] | None = None  # when it was claimed: names and times
-        self._moved = False
-        self._made = False
+        self._place = Place(self.logdir, self.writer, self.run_id)
         self._warned_fallback = False
 
     def _name_checked(self, latest_filename: str | None) -> None:
@@ -229,7 +227,7 @@ class CheckpointStore:
         Raises:
             CheckpointNotRestored: It lies elsewhere, and this directory holds checkpoints.
         """
-        if self.fresh_start or self._claimed or self.holds(prefix) or Path(prefix).is_dir():
+        if self.fresh_start or self._place.claimed or self.holds(prefix) or Path(prefix).is_dir():
             return  # what is wrong with a directory, the restorer tells
         catalogue = self.writer.scan()
         if catalogue.regular:
@@ -381,7 +379,7 @@ class CheckpointStore:
                 return CheckpointInfo(str(name), step, 0, snapshot.info.stall_secs, perf_counter() - begun)
             rename_all(temporary, name, target)
             manifest = self.writer.commit(temporary, target, step, kind, nonfinite)
-        self._claimed = True
+        self._place.claimed = True
         self.writer.apply_retention()
         info = CheckpointInfo(
             prefix=self.prefix_of(target),
@@ -437,41 +435,7 @@ class CheckpointStore:
         return self._meta[1]
 
     def _prepare_directory(self) -> None:
-        # Where somebody removed the directory, or its place came back empty, saving goes on; but only the first time
-        # what is above it is made, too.
-        self.directory.mkdir(parents=not self._made, exist_ok=True)
-        self._made = True
-        if self.lock is not None and self.lock.ensure():
-            self._moved = True
-        if self._moved:
-            # What is refused stays refused: the lock tells only once that it moved.
-            self._check_still_ours()
-            self._moved = False
-        if self._claimed and self._found is None:
-            self._found = self._names_and_times()
-        if self._claimed:
-            return
-        if self.restored is None and not self.fresh_start:
-            catalogue = self.writer.scan()
-            if catalogue.regular:
-                raise CheckpointNotRestored(
-                    self.logdir, f"the newest of {len(catalogue.regular)} is {catalogue.regular[-1].prefix!r}"
-                )
-
-    def _check_still_ours(self) -> None:
-        """Raise where the path leads to another run's directory now, whose checkpoints retention would delete."""
-        catalogue = self.writer.scan()
-        entries = catalogue.regular or catalogue.entries
-        if not entries:
-            return
-        newest = entries[-1]
-        written = newest.manifest is not None and newest.manifest.run_id == self.run_id
-        if not written and (newest.name, newest.time_secs) not in (self._found or ()):
-            raise CheckpointNotRestored(
-                self.logdir,
-                f"another directory took its place while this run was training, and {newest.prefix!r} in that one is "
-                "none of this run's. Put the run's own directory back, or begin again",
-            )
+        self._place.prepare(self.lock, may_begin=self.restored is not None or self.fresh_start)
 
     def _tell_nonfinite(self, info: CheckpointInfo) -> None:
         names = ", ".join(info.nonfinite[:5]) + (", ..." if len(info.nonfinite) > 5 else "")
@@ -499,14 +463,11 @@ class CheckpointStore:
     def began_fresh(self) -> None:
         """The directory's checkpoints were set aside: from now on it is like any other."""
         self.fresh_start = False
-        self._claimed = True
+        self._place.claimed = True
 
     def claim(self, restored: RestoreInfo | None) -> None:
         """This run goes on from what the directory holds; `restored` tells what was restored, if anything."""
         self.restored = restored
-        self._claimed = True
-        # Without a restore this may be the loop's thread, which reads no directory: the next save does.
-        self._found = None if restored is None else self._names_and_times()
-
-    def _names_and_times(self) -> frozenset[tuple[str, float]]:
-        return frozenset((entry.name, entry.time_secs) for entry in self.writer.scan().entries)
+        self._place.claim()
+        if restored is not None:  # else this may be the loop's thread, which reads no directory: the next save does
+            self._place.look()

@@ -404,7 +404,7 @@ async def test_f04_not_restored_ends_the_service(rig: Any) -> None:
     first = await rig()
     await first.service.save()
     second = await rig(save_model_secs=600)
-    second.store._claimed, second.store.restored = False, None  # as if somebody else had restored, or nobody
+    second.store._place.claimed, second.store.restored = False, None  # as if somebody else had restored, or nobody
     with pytest.raises(CheckpointNotRestored):
         await second.service.run()
 
