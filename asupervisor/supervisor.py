@@ -316,15 +316,12 @@ class Supervisor(SupervisorProperties):
         """
 
         def make_host() -> Host[AsyncSession]:
-            self._check_free()
-            self._hosted = HostedRun(
-                self._parts,
+            return self._new_host(
                 master,
                 config,
                 start_standard_services=start_standard_services,
                 close_summary_writer=close_summary_writer,
             )
-            return self._hosted.host
 
         return Block(make_host, cancel_body=cancel_body)
 
@@ -360,24 +357,23 @@ class Supervisor(SupervisorProperties):
 
         Source: `tf.compat.v1.train.Supervisor.prepare_or_wait_for_session`.
         """
-        self._check_free()
-        self._hosted = HostedRun(
-            self._parts,
+        host = self._new_host(
             master,
             config,
             start_standard_services=start_standard_services,
             wait_for_checkpoint=wait_for_checkpoint,
             max_wait_secs=max_wait_secs,
         )
-        return await self._hosted.host.start()
+        return await host.start()
 
-    def _check_free(self) -> None:
-        """Raise SessionActive where there is a session already."""
-        if self._hosted is None or self._hosted.host.finished:
-            return
-        if not self._hosted.host.loop.is_closed():
-            raise SessionActive(self.name)
-        self._hosted.host.abandon()  # its loop was closed under it: give back what it holds
+    def _new_host(self, master: str, config: Any, **options: Any) -> Host[AsyncSession]:
+        """For the next session; raise SessionActive where there is one already. See `HostedRun` for the arguments."""
+        if self._hosted is not None and not self._hosted.host.finished:
+            if not self._hosted.host.loop.is_closed():
+                raise SessionActive(self.name)
+            self._hosted.host.abandon()  # its loop was closed under it: give back what it holds
+        self._hosted = HostedRun(self._parts, master, config, **options)
+        return self._hosted.host
 
     def _active(self, what: str, sess: Any = None) -> HostedRun:
         """The session that there is, for a method that needs one; see `HostedRun.check_caller` for what it raises.
