@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -373,6 +374,16 @@ def last_step_of(hook: Any) -> int | None:
         return None
     last_step = getattr(hook, "_last_step", None)
     return None if last_step is None else int(last_step)
+
+
+def save_path_of(hook: Any) -> str | None:
+    """Where TensorFlow's own hook saves checkpoints, without the step; it keeps that privately.
+
+    Returns:
+        The path; None for another hook, or where it does not keep it any more.
+    """
+    path = getattr(hook, "_save_path", None) if isinstance(hook, tf.compat.v1.train.CheckpointSaverHook) else None
+    return None if path is None else os.fspath(path)
 
 
 def raised_by_session(error: BaseException) -> bool:

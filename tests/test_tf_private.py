@@ -252,6 +252,14 @@ def test_last_step_of_a_hook(graph: tf.Graph) -> None:
     assert _tf.last_step_of(hook) is None  # then a finished job makes one step too many, as TensorFlow's
 
 
+def test_where_a_hook_saves(tmp_path: Path) -> None:
+    hook = tf.compat.v1.train.CheckpointSaverHook(str(tmp_path), save_steps=1, checkpoint_basename="name")
+    assert _tf.save_path_of(hook) == str(tmp_path / "name")
+    assert _tf.save_path_of(tf.compat.v1.train.StopAtStepHook(last_step=7)) is None
+    del hook._save_path
+    assert _tf.save_path_of(hook) is None  # then it may write over checkpoints that were not restored, as TensorFlow's
+
+
 def test_whether_the_session_raised(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     session, *_ = call
     with session.graph.as_default():

@@ -16,11 +16,15 @@ import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from asupervisor.checkpoint.records import CheckpointInfo
+from asupervisor import _tf
+from asupervisor.checkpoint.catalogue import checkpoints
+from asupervisor.checkpoint.records import CheckpointInfo, CheckpointRecord, Kind
+from asupervisor.errors import CheckpointNotRestored
 from asupervisor.events import Status
 from asupervisor.hooks.chain import HookChain
 from asupervisor.hooks.plans import HookedPlans, HookedRuns
@@ -179,6 +183,9 @@ class Incarnation:
         of, chain, session = self._of, self._of.chain, self.plain
         if not chain.runs_from_loop:
             self._hooked = session if not chain.hooks else session.sibling(self._with_hooks)
+        saves = of.prepared is None or of.prepared.settings.is_chief
+        if saves and self.number == 0 and not self.restored:
+            await self._check_what_hooks_overwrite()
         if chain.hooks:
             self.coordinator.add_stop_callback(self._blocking.wake)
             self._host.spawn("threads of hooks", self._join_threads, critical=False)
@@ -194,17 +201,43 @@ class Incarnation:
         if chain.asks_whether_done:
             await self.on_device(self._look_whether_done)
 
+    async def _check_what_hooks_overwrite(self) -> None:
+        """TensorFlow's hooks save by themselves: not into checkpoints of a model that was not restored.
+
+        Raises:
+            CheckpointNotRestored: One of them would.
+        """
+        for hook in self._of.chain.hooks:
+            path = _tf.save_path_of(hook)
+            if path is None or "://" in path:
+                continue
+            newest = await self.on_side(_newest_in, Path(path))
+            if newest is None or newest.step is None:
+                continue
+            step = await self.on_device(self._step_now)
+            if step is not None and step < newest.step:
+                directory = str(Path(path).parent)
+                raise CheckpointNotRestored(
+                    directory,
+                    f"the newest is {newest.prefix!r}",
+                    f"{type(hook).__name__} would save to {directory!r}, which holds checkpoints that were not "
+                    f"restored: the newest is {newest.prefix!r}, and this session begins at step {step}. Give its "
+                    f"creator checkpoint_dir={directory!r} to go on from there, or the hook a directory of its own.",
+                )
+
+    def _step_now(self) -> int | None:
+        try:
+            return None if self._global_step is None else step_value(self.plain.raw.run(self._global_step))
+        except tf.errors.FailedPreconditionError:  # nobody was to initialise it
+            return None
+
     def _with_hooks(self, plans: Any, runs: Any) -> tuple[Any, Any]:
         session, chain = self.plain, self._of.chain
         hooked = HookedPlans(chain, plans, self._global_step, runs, session.raw)
         return hooked, HookedRuns(runs)
 
     def _look_whether_done(self) -> None:
-        try:
-            step = None if self._global_step is None else step_value(self.plain.raw.run(self._global_step))
-        except tf.errors.FailedPreconditionError:  # nobody was to initialise it
-            step = None
-        self._of.chain.look_whether_done(step)
+        self._of.chain.look_whether_done(self._step_now())
 
     async def _join_threads(self) -> None:
         """Give the threads that hooks have registered the grace that services have; then tell of what is left."""
@@ -367,3 +400,12 @@ class Incarnation:
 
 class _Lost(Exception):
     """Stands for a loss without an error: the start of the session was not completed."""
+
+
+def _newest_in(save_path: Path) -> CheckpointRecord | None:
+    """The newest regular checkpoint where a hook saves; blocking."""
+    try:
+        found = checkpoints(save_path.parent, basename=save_path.name)
+    except OSError:  # saving will tell
+        return None
+    return next((record for record in reversed(found) if record.kind is Kind.REGULAR), None)

@@ -1,4 +1,4 @@
-"""FAULTS.md as far as monitored sessions and hooks have them: F15, F17, F20, F21, F23."""
+"""FAULTS.md as far as monitored sessions and hooks have them: F04, F15, F17, F20, F21, F23."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from asupervisor import checkpoints
-from asupervisor.errors import RecoveryExhausted, StopGraceExceeded, StopRequested
+from asupervisor.errors import CheckpointNotRestored, RecoveryExhausted, StopGraceExceeded, StopRequested
 from asupervisor.hooks import AsyncSessionRunHook, StopAtStepHook
 from asupervisor.monitored import ChiefSessionCreator, MonitoredSession, MonitoredTrainingSession
 from asupervisor.recovery import NO_PAUSE, RecoveryPolicy
@@ -33,6 +33,45 @@ def stuck_queue() -> Any:
         tf1.train.add_queue_runner(tf1.train.QueueRunner(queue, [queue.enqueue(1.0)]))
         take = queue.dequeue()
     return graph, take
+
+
+# ------------------------------------------------------------------ F04: TensorFlow's hook saves, nobody restores
+
+
+@pytest.mark.parametrize("how", ["not restored", "restored by init_fn", "restored", "elsewhere"])
+async def test_f04_a_hook_of_tensorflow_does_not_overwrite_what_was_not_restored(
+    counter: Make, recorder: Make, tmp_path: Path, how: str
+) -> None:
+    """In TensorFlow's MonitoredSession it begins at 0, and its first save replaces the state file and the old ones."""
+    made = counter()
+    async with MonitoredTrainingSession(checkpoint_dir=tmp_path, graph=made.graph) as sess:
+        for _ in range(7):
+            await sess.run(made.train)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("[cm]*")}
+    assert {"checkpoint", "model.ckpt-7.index"} <= before.keys()
+    again = counter()
+    with again.graph.as_default():
+        saver = tf1.train.Saver()
+        restore = (
+            (lambda _, raw: saver.restore(raw, f"{tmp_path}/model.ckpt-7")) if how == "restored by init_fn" else None
+        )
+        scaffold = tf1.train.Scaffold(saver=saver, init_fn=restore)
+    place = tmp_path / "other" if how == "elsewhere" else tmp_path
+    last = recorder()
+    hooks = [tf1.train.CheckpointSaverHook(str(place), save_steps=100, scaffold=scaffold), last]
+    creator = ChiefSessionCreator(scaffold, checkpoint_dir=tmp_path if how == "restored" else None, graph=again.graph)
+    session = MonitoredSession(creator, hooks=hooks)
+    if how == "not restored":
+        with pytest.raises(
+            CheckpointNotRestored, match=r"CheckpointSaverHook would save to .*model\.ckpt-7.* at step 0"
+        ):
+            await session.open()
+        assert {path.name: path.read_bytes() for path in tmp_path.glob("[cm]*")} == before
+        assert last.calls == ["hook.begin", "hook.finish"]
+        return
+    async with session:
+        await session.run(again.train)
+    assert tf.train.load_variable(str(place), "global_step") == (1 if how == "elsewhere" else 8)
 
 
 # ------------------------------------------------------------------ F15: one last call, everything released
