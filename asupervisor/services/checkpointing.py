@@ -205,6 +205,8 @@ class CheckpointService:
         self._ended = True
         self._armed_for = None
         self._emergency = outcome is Outcome.STEP_ERROR
+        # A run that failed, or only asked for what there is not, does not tell of a step that never moves.
+        self._warned_stuck |= outcome in (Outcome.ERROR, Outcome.STEP_ERROR)
         self._taker.ending(PATIENCE_SECS if timeout_secs is None else min(PATIENCE_SECS, timeout_secs / 2))
         if not self._store.can_save or self._session.closed:
             return None
@@ -370,7 +372,8 @@ class CheckpointService:
         self.last_error = error
         self._emit(
             "checkpoint.failed",
-            f"a save failed, training goes on: {describe(error)}; the newest checkpoint is {self._store.last_prefix}",
+            f"{'the final save failed' if self._ended else 'a save failed, training goes on'}: {describe(error)}; the "
+            f"newest checkpoint is {self._store.last_prefix}",
             level="error",
             error=describe(error),
             failures=self._failures,

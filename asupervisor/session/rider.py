@@ -90,6 +90,8 @@ class TrainingRuns:
         """One training run with converted feeds, whoever rides along, and what is due after it."""
         try:
             result = self._run_with_riders(plan, args) if self._riders else plan.execute(args)
+        except (TypeError, ValueError):  # of TensorFlow, about fetches and feeds: nothing has run
+            raise
         except BaseException as error:
             self.failure = error
             raise

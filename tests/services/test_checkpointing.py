@@ -476,6 +476,18 @@ async def test_after_an_error_of_a_training_run(rig: Any) -> None:
     assert made.steps == [0]  # no CHECKPOINT record
 
 
+async def test_an_error_says_nothing_about_the_step(rig: Any) -> None:
+    """The only run failed: that is no step which does not move."""
+    made = await rig()
+    await made.service.save()
+    with made.session.graph.as_default():
+        bad = tf1.assign_add(made.step, tf1.placeholder(tf.int64, []))
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        await made.session.run(bad)
+    await made.service.final_save(Outcome.STEP_ERROR)
+    assert made.messages("checkpoint.step_stuck") == []
+
+
 async def test_the_timer_keeps_off_a_failed_step(rig: Any, clock: Any) -> None:
     """Between the failing step and the stop that it causes, the timer does not publish what it left."""
     made = await rig(save_model_secs=10)

@@ -87,6 +87,25 @@ def test_f06_an_error_is_saved(model: Callable[..., Any], tmp_path: Path, saved:
     assert saved(tmp_path)[-1] == "model.ckpt-1"
 
 
+@pytest.mark.parametrize("wrong", ["fetch", "feed key", "feed shape"])
+async def test_f06_a_run_that_asked_for_nonsense_is_no_failed_step(
+    wrong: str, model: Callable[..., Any], tmp_path: Path, saved: Any
+) -> None:
+    """TensorFlow refuses it before anything runs: the state is that of the last step, and the next run begins there."""
+    made = model()
+    with pytest.raises((TypeError, ValueError)):
+        async with Supervisor(graph=made.graph, logdir=str(tmp_path)).managed_session() as sess:
+            for _ in range(3):
+                await sess.run(made.train, made.feed)
+            if wrong == "fetch":
+                await sess.run([made.train, "none:0"], made.feed)
+            else:
+                key = next(iter(made.feed)) if wrong == "feed shape" else "none:0"
+                await sess.run(made.train, {key: np.zeros([5, 5, 5])})
+    assert saved(tmp_path)[-1] == "model.ckpt-3"
+    assert not list(tmp_path.glob("*emergency*"))
+
+
 # ------------------------------------------------------------------ F10, F11
 
 
