@@ -242,16 +242,23 @@ class PeersUnreachable(SupervisorError, TimeoutError):
         peers: Who: names and addresses.
         waited_secs: For how long it was waited, in seconds.
         reason: What was seen last, or an empty string.
+        limit: What limits the wait.
     """
 
-    def __init__(self, peers: Sequence[str], waited_secs: float, reason: str = "") -> None:
+    def __init__(
+        self,
+        peers: Sequence[str],
+        waited_secs: float,
+        reason: str = "",
+        limit: str = "outage_secs of the cluster's task",
+    ) -> None:
         self.peers = tuple(peers)
         self.waited_secs = waited_secs
         self.reason = reason
         super().__init__(
             f"no answer from {', '.join(self.peers)} for {waited_secs:.0f} s"
             + (f" ({reason})" if reason else "")
-            + ". Start it again, or raise outage_secs of the cluster's task."
+            + f". Start it again, or raise {limit}."
         )
 
 

@@ -97,6 +97,11 @@ class Membership:
         return self.allow_reinit or not self._was_ready
 
     @property
+    def _limit(self) -> str:
+        """What limits the wait for others, for messages."""
+        return "outage_secs of the cluster's task" if self._was_ready else "max_wait_secs"
+
+    @property
     def is_in(self) -> bool:
         """Whether there is a session."""
         return self._around is not None
@@ -136,7 +141,7 @@ class Membership:
                 await self._hang_up()
                 if patience.clock.monotonic() >= deadline:
                     raise PeersUnreachable(
-                        [str(server) for server in self._layout.servers], limit_secs, reason
+                        [str(server) for server in self._layout.servers], limit_secs, reason, self._limit
                     ) from error
             await patience.pause(polls.next())
 
@@ -150,7 +155,7 @@ class Membership:
             now = patience.clock.monotonic()
             names = [str(server) for server in silent]
             if now >= deadline:
-                raise PeersUnreachable(names, now - begun, reason)
+                raise PeersUnreachable(names, now - begun, reason, self._limit)
             if polls.tell(" ".join(names), now):
                 around.emit(
                     "cluster.waiting", f"waiting for {', '.join(names)}", peers=names, waited_secs=round(now - begun, 1)

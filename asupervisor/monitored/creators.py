@@ -276,6 +276,7 @@ class ChiefSessionCreator(_ScaffoldedCreator):
         graph: The graph; None for the caller's default graph.
         init_from: See `Supervisor`; the directory is `checkpoint_dir`.
         partial_restore: See `Supervisor`.
+        max_wait_secs: Longest wait for the parameter servers of a cluster at the first start, in seconds.
         task: Our part in a cluster; see `asupervisor.cluster.Task`.
 
     Raises:
@@ -295,6 +296,7 @@ class ChiefSessionCreator(_ScaffoldedCreator):
         graph: tf.Graph | None = None,
         init_from: str | os.PathLike[str] | None = None,
         partial_restore: bool | None = None,
+        max_wait_secs: float = 7200,
         task: ClusterTask | None = None,
     ) -> None:
         super().__init__(
@@ -304,6 +306,7 @@ class ChiefSessionCreator(_ScaffoldedCreator):
             graph,
             checkpoint_dir,
             checkpoint_filename_with_path,
+            max_wait_secs,
             task=task,
             init_from=init_from,
             partial_restore=partial_restore,

@@ -78,7 +78,8 @@ def MonitoredTrainingSession(
         stop_grace_period_secs: What services have to end by themselves after a stop, in seconds. Last calls of hooks
             have half of it, so that a final save has the rest: a hook that takes longer is an error.
         log_step_count_steps: Steps between two records of the training speed; None or 0 for none.
-        max_wait_secs: Longest wait of a worker for its chief, in seconds.
+        max_wait_secs: Longest wait of a worker for its chief, and of both for a cluster's parameter servers, at the
+            first start, in seconds.
         save_checkpoint_steps: Steps between checkpoints; None or 0 for none by steps.
         summary_dir: Where the event file goes; the checkpoint directory by default. It alone makes summaries, too.
         save_graph_def: Whether ``graph.pbtxt`` is written.
@@ -130,6 +131,7 @@ def MonitoredTrainingSession(
         graph=graph,
         init_from=init_from,
         partial_restore=partial_restore,
+        max_wait_secs=max_wait_secs,
         task=task,
     )
     first_hooks = list(chief_only_hooks or ())

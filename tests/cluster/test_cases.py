@@ -221,6 +221,14 @@ def test_a_parameter_server_that_is_gone_for_good_is_named(cluster: Callable[...
         assert f"PeersUnreachable: no answer from /job:ps/task:0 at {made.spec['ps'][0]}" in tasks[name].text
 
 
+def test_f22_a_parameter_server_that_never_comes_is_named_to_the_chief(cluster: Callable[..., Cluster]) -> None:
+    made = cluster(max_wait_secs=1.0)
+    chief = made.start("chief")
+    assert chief.wait() == 138
+    assert f"PeersUnreachable: no answer from /job:ps/task:0 at {made.spec['ps'][0]}" in chief.text
+    assert "or raise max_wait_secs" in chief.text
+
+
 @families
 def test_a_signal_during_an_outage_ends_at_once(cluster: Callable[..., Cluster], family: str) -> None:
     made = cluster(family=family, outage_secs=60)
