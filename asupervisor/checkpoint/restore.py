@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from asupervisor._timeouts import for_long
-from asupervisor.errors import CheckpointDamaged, CheckpointMismatch
+from asupervisor.errors import CheckpointDamaged, CheckpointMismatch, telling_line
 
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # the mark of tf.train.Checkpoint's format
 _BATCH_BYTES = 64 << 20
@@ -142,8 +142,7 @@ def _batches(prefix: str, index: Contents) -> Iterable[tuple[tf.Operation, tf.co
 
 
 def _in_one_line(error: BaseException) -> str:
-    message = getattr(error, "message", None) or str(error)
-    return f"{type(error).__name__}: {' '.join(str(message).split())[:300]}"
+    return f"{type(error).__name__}: {telling_line(error)[:300]}"
 
 
 # ------------------------------------------------------------------------------------------ does it fit?

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.clock import Clock
-from asupervisor.errors import SessionActive, SessionClosed, StopGraceExceeded, StopRequested, describe
+from asupervisor.errors import SessionActive, SessionClosed, StopGraceExceeded, StopRequested, describe, telling_line
 from asupervisor.events import EventHub, Status
 from asupervisor.hooks.chain import HookChain
 from asupervisor.hooks.protocol import HookOutcome
@@ -299,10 +299,9 @@ class Lifetime:
 
     def _tell_of_clean_end(self, error: BaseException) -> None:
         op = getattr(getattr(error, "op", None), "name", None)
-        text = str(error).strip().partition("\n")[0]
         self.emit(
             "stop.clean",
-            f"clean end, told by {op or 'the body'}: {type(error).__name__}: {text}",
+            f"clean end, told by {op or 'the body'}: {type(error).__name__}: {telling_line(error)}",
             where="the body",
             op=op,
             error=describe(error),

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Protocol
 
-from asupervisor.errors import StopRequested, describe
+from asupervisor.errors import StopRequested, describe, telling_line
 from asupervisor.events import EventSink
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
@@ -138,10 +138,16 @@ class Reports:
 def tell(kind: str, report: Report, emit: EventSink) -> None:
     """Tell of a report that was sorted; not under a lock, since a log handler holds locks of its own."""
     error, where = report.error, report.where
+    short = f"{type(error).__name__}: {telling_line(error)}"
     if kind == "stop.clean":
-        emit(kind, f"clean end, told by {where}: {_first_line(error)}", where=where)
+        emit(kind, f"clean end, told by {where}: {short}", where=where)
     elif kind == "stop.echo":
-        emit(kind, f"{where} ended with the stop: {_first_line(error)}", level="debug", where=where)
+        emit(
+            kind,
+            f"{where} ended with the stop: {short}",
+            level="debug",
+            where=where,
+        )
     elif kind == "stop.error":
         emit(
             kind,
@@ -158,17 +164,6 @@ def tell(kind: str, report: Report, emit: EventSink) -> None:
             where=where,
             error=describe(error),
         )
-
-
-def _first_line(error: BaseException) -> str:
-    """The error in one line; of TensorFlow's long ones the op and what it says, not the heading."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
-    for number, line in enumerate(lines[:-1]):
-        if line.startswith("Node:"):
-            text = f"{lines[number + 1]} ({line})"
-            break
-    return f"{type(error).__name__}: {text}"
 
 
 class Reporter(Protocol):

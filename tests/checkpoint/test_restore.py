@@ -278,6 +278,18 @@ def test_f05_newest_is_damaged(how: str, part: str, trained: Any, restored_step:
     assert restored_step() == 5  # and it stays so
 
 
+def test_f05_the_cause_is_told_without_a_stack(trained: Any, restored_step: Any, events: Any) -> None:
+    """TensorFlow wrote it, so that there are no checksums: the words are those of its RestoreV2."""
+    _, store = trained(3, 5)
+    for path in store.directory.glob("*.manifest"):
+        path.unlink()
+    break_file(store.directory / "model.ckpt-5.data-00000-of-00001")
+    assert restored_step() == 3
+    reason = events.data("checkpoint.quarantined")[0]["reason"]
+    assert "Detected at" not in reason and "File " not in reason
+    assert "RestoreV2" in reason and len(reason) < 320
+
+
 def test_f05_several_are_damaged(trained: Any, restored_step: Any, events: Any) -> None:
     _, store = trained(1, 2, 3, 4)
     for step in (4, 3, 1):
