@@ -69,7 +69,8 @@ class MonitoredSession:
     Args:
         session_creator: Where sessions come from; None for a `ChiefSessionCreator` with defaults. TensorFlow's own
             creators work, too.
-        hooks: The hooks, in order; TensorFlow's run unchanged, on the device thread.
+        hooks: The hooks, in order; TensorFlow's run unchanged, on the device thread. Entering raises
+            `CheckpointNotRestored` where a `CheckpointSaverHook` would overwrite checkpoints that nobody restored.
         stop_grace_period_secs: What services have to end by themselves after a stop, in seconds. Last calls of hooks
             have half of it, so that a final save has the rest: a hook that takes longer is an error.
         graph: The graph; None for that of the creator, or the caller's default graph.
