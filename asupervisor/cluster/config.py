@@ -124,7 +124,7 @@ def parse(text: str | None, *, source: str = VARIABLE) -> Layout:
         return Layout()
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ClusterConfigError(f"{source} is not JSON ({error}): write {_EXAMPLE}") from None
     if not isinstance(config, dict):
         raise ClusterConfigError(f"{source} is a JSON {_kind(config)}, not an object: write {_EXAMPLE}")
@@ -169,7 +169,7 @@ def layout(cluster: Mapping[str, Any], job: Any, index: Any, *, source: str = "t
     for name in ("chief", "master"):
         if len(jobs.get(name, ())) > 1:
             raise ClusterConfigError(f"{source}: there can be one {name} only: make the others workers")
-    if isinstance(index, str) and index.isdigit():
+    if isinstance(index, str) and index.isdecimal():
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise ClusterConfigError(f"{source}: task index {index!r} must be a number from 0")
@@ -198,7 +198,7 @@ def layout(cluster: Mapping[str, Any], job: Any, index: Any, *, source: str = "t
 
 def _members(job: str, found: Any, source: str) -> tuple[Member, ...]:
     if isinstance(found, Mapping):
-        numbers = sorted(int(number) for number in found if str(number).isdigit())
+        numbers = sorted(int(number) for number in found if str(number).isdecimal())
         if numbers != list(range(len(found))):
             raise ClusterConfigError(
                 f"{source}: {job} has addresses for {', '.join(map(str, found))} only: a sparse cluster cannot work, "

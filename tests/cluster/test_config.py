@@ -84,6 +84,7 @@ def test_addresses_may_be_ip_version_6() -> None:
     ("text", "says"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "a JSON list"),
         ("3", "a JSON number"),
         (json.dumps({"cluster": CLUSTER}), 'add "task"'),
@@ -93,6 +94,7 @@ def test_addresses_may_be_ip_version_6() -> None:
         (config("worker", -1), "task index -1 must be a number from 0"),
         (config("worker", True), "task index True must be a number from 0"),
         (config("worker", "x"), "task index 'x' must be a number from 0"),
+        (config("worker", "²"), "task index '²' must be a number from 0"),
         (config("chief", 1), "task index 1 is out of range"),
         (config("worker", 0, {"ps": ["a:1"], "worker": ["a:1"]}), "and /job:worker/task:0 have the same address a:1"),
         (config("worker", 0, {"ps": ["a:1", "a:1"], "worker": ["b:1"]}), "the same address a:1"),
