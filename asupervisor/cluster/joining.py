@@ -101,4 +101,4 @@ async def wait_for_workers(membership: Membership) -> None:
     """Wait until no worker is at work any more; see `Task.join`."""
     if not membership.is_in:
         raise RuntimeError("the chief waits for its workers inside of its session: enter that first")
-    await membership.before_last_save(math.inf)
+    await membership.wait_for_workers()

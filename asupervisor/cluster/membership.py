@@ -81,6 +81,7 @@ class Membership:
         self.allow_reinit = False
         self._was_ready = False
         self._epoch = ""  # of the model that this worker knows
+        self._waits_for_workers = False
 
     @property
     def target(self) -> str:
@@ -239,26 +240,54 @@ class Membership:
     async def watch(self) -> None:
         """See `Peers.watch`: so that it is remembered who has ended, should a parameter server be lost.
 
+        A worker notices that loss with its next run. A chief may have none, and everybody waits for it.
+
         Raises:
-            tf.errors.AbortedError: The chief has made the model anew, under a worker that goes on with the old one.
+            tf.errors.AbortedError: The chief has made the model anew, under a worker that goes on with the old one; or
+                the chief's model is lost.
         """
         around = self._around
         assert around is not None
         with contextlib.suppress(SessionClosed):
             while True:
                 await around.patience.clock.sleep(WATCH_EVERY_SECS)
+                if self._waits_for_workers:
+                    continue  # looks for itself
                 reading = await self._look()
-                if reading is not None and reading.epoch != self._epoch and not self._layout.is_chief:
+                if self._layout.is_chief:
+                    if reading is not None and not reading.epoch:
+                        raise tf.errors.AbortedError(None, None, "a parameter server has begun anew, without the model")
+                elif reading is not None and reading.epoch != self._epoch:
                     raise tf.errors.AbortedError(None, None, f"{self._layout.chief} makes the model anew")
 
     async def _look(self) -> Reading | None:
-        """What the register says, or None where it cannot be asked now."""
+        """What the register says, or None where it cannot be asked now.
+
+        Raises:
+            tf.errors.AbortedError: To the chief: a parameter server is gone, or has begun anew.
+        """
+        register, is_chief = self._get_register(), self._layout.is_chief
         try:
-            return await self._side(self._get_register().read, "read the register")
-        except tf.errors.OpError:
+            return await self._side(register.read_all if is_chief else register.read, "read the register")
+        except tf.errors.OpError as error:
+            if is_chief:
+                gone = await silent_ones(self._layout.servers)
+                if gone:
+                    names = ", ".join(str(server) for server in gone)
+                    raise tf.errors.AbortedError(None, None, f"no answer from {names}") from error
+                if isinstance(error, tf.errors.AbortedError):
+                    raise
             return None
 
     # ------------------------------------------------------------------ out
+
+    async def wait_for_workers(self) -> None:
+        """Wait until no worker is at work any more, or the model is lost; see `Task.join`."""
+        self._waits_for_workers = True
+        try:
+            await self.before_last_save(math.inf)
+        finally:
+            self._waits_for_workers = False
 
     async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool] = lambda: False) -> None:
         """See `Peers.before_last_save`: the chief waits for its workers, and for nobody who is gone."""
@@ -270,17 +299,18 @@ class Membership:
         coming_since: dict[Member, float] = {}
         told_at, heard_at = -math.inf, clock.monotonic()
         while not hurried():
-            reading = await self._look()
-            if reading is None:
-                # Perhaps it is only slow. Where it is gone, the model is gone with it.
-                there = await answers(self._layout.servers[0])
-                if not there or clock.monotonic() >= min(deadline, heard_at + REJOIN_SECS):
+            try:
+                reading = await self._look()
+            except tf.errors.AbortedError:
+                return  # a part of the model is gone
+            if reading is None:  # perhaps it is only slow
+                if clock.monotonic() >= min(deadline, heard_at + REJOIN_SECS):
                     return
                 await self._hang_up()
                 await clock.sleep(LOOK_EVERY_SECS)
                 continue
             if not reading.epoch:
-                return  # it has begun anew, without the model
+                return  # one has begun anew, without the model
             heard_at = clock.monotonic()
             states = dict(zip(self._layout.trainers[1:], reading.states[1:], strict=True))
             silent = set(await silent_ones(member for member, state in states.items() if not state.ended))

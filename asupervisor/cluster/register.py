@@ -2,7 +2,8 @@
 
 * the **epoch**: ``"<run>/<number>"`` once the chief has initialised or restored the model, empty while it is at it. The
   run is that of the chief's log directory; the number is another one each time. A model without an epoch is not ready,
-  whatever its variables look like: half of them may come from a checkpoint that is still being read;
+  whatever its variables look like: half of them may come from a checkpoint that is still being read. The other
+  parameter servers have copies of it, which tell the chief whether they have begun anew since;
 * the **states**: for each task that trains, whether it is at work or has ended.
 
 They live in a container and a graph of their own: the user's graph, its savers and its ready ops never see them. The
@@ -16,7 +17,7 @@ from __future__ import annotations
 import enum
 import secrets
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -100,7 +101,16 @@ class Register:
                 raw.ReadVariableOp(resource=states, dtype=tf.int32),
             )
             self._new_epoch = tf1.placeholder(tf.string, [])
-            self._set_epoch = raw.AssignVariableOp(resource=epoch, value=self._new_epoch)
+            epochs = [epoch]
+            for server in self._layout.servers[1:]:
+                with tf1.device(f"{server.name}/device:CPU:0"):
+                    epochs.append(raw.VarHandleOp(dtype=tf.string, shape=[], container=_CONTAINER, shared_name="epoch"))
+            self._set_epoch, self._has_epoch, self._copies = [], [], []
+            for copy in epochs:
+                with tf1.colocate_with(copy, ignore_existing=True):
+                    self._set_epoch.append(raw.AssignVariableOp(resource=copy, value=self._new_epoch))
+                    self._has_epoch.append(raw.VarIsInitializedOp(resource=copy))
+                    self._copies.append(raw.ReadVariableOp(resource=copy, dtype=tf.string))
             self._new_states = tf1.placeholder(tf.int32, [count])
             self._set_states = raw.AssignVariableOp(resource=states, value=self._new_states)
             self._index = tf1.placeholder(tf.int32, [])
@@ -125,6 +135,17 @@ class Register:
             self._ended.update((index, state) for index, state in enumerate(reading.states) if state.ended)
             self.last = reading
             return reading
+
+    def read_all(self) -> Reading:
+        """`read`, with an epoch only where every parameter server has it: one that has begun anew has not.
+
+        Raises:
+            tf.errors.OpError: One of them cannot be asked now.
+        """
+        reading = self.read()
+        with self._lock:
+            whole = all(self._run(self._has_epoch)) and {*self._run(self._copies)} == {reading.epoch.encode()}
+        return reading if whole else replace(reading, epoch="")
 
     def close_epoch(self) -> None:
         """The model is about to be made anew: until `open_epoch`, nobody shall take it for ready. The chief's to say.

@@ -279,6 +279,11 @@ class Incarnation:
         return self._plain is not None and not self._plain.closed and self.loss is None
 
     @property
+    def awaited(self) -> bool:
+        """Whether others wait for it to be replaced when it is lost: it is the chief's of a cluster."""
+        return self.run is not None and self.run.awaited
+
+    @property
     def restored(self) -> bool:
         """Whether its model came from a checkpoint."""
         return self.run is not None and self.run.restored_from is not None

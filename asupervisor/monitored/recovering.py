@@ -367,6 +367,10 @@ class Incarnations:
                 number += bool(number)
             else:
                 incarnation.coordinator.add_stop_callback(self._on_session_stop)
+                if incarnation.awaited and self._host is not None:
+                    self._host.spawn(
+                        "recovery for others", self._recover_for_others, incarnation, critical=False, on_stop="cancel"
+                    )
                 if self.paused:
                     incarnation.plain.pause()
                 return incarnation
@@ -397,6 +401,21 @@ class Incarnations:
                 self._coord.request_stop()
         elif not self._may_recover(error):
             self._coord.record(error, "a service")
+
+    async def _recover_for_others(self, incarnation: Incarnation) -> None:
+        """Replace a session that is lost, even if nobody runs anything in it: others wait for that; a service."""
+        try:
+            await incarnation.coordinator.wait_for_stop()
+            error = incarnation.coordinator.error
+            if error is not None and not incarnation.ending and self._may_recover(error):
+                await self._replace(incarnation, error, "coordinator", error)
+        except StopRequested:
+            pass
+        except Exception as problem:
+            self._coord.record(problem, "a service")
+        finally:
+            error = None
+            del incarnation
 
     def told_to_stop(self) -> None:
         """The start has ended: pass a stop on that a hook has asked for meanwhile, which must not abort the start."""

@@ -104,6 +104,11 @@ class SupervisedRun:
         """Whether there are other tasks."""
         return self._settings.peers is not None
 
+    @property
+    def awaited(self) -> bool:
+        """Whether other tasks wait for what we do: we are their chief."""
+        return self.among_peers and self._settings.is_chief
+
     # ------------------------------------------------------------------ start
 
     async def start(
@@ -186,7 +191,7 @@ class SupervisedRun:
                 lambda: self._leaving_as(self._outcome()) == "done",
             )
         if settings.peers is not None:
-            host.spawn("cluster", settings.peers.watch, critical=not settings.is_chief, on_stop="cancel")
+            host.spawn("cluster", settings.peers.watch, on_stop="cancel")
         return session
 
     def _write_graph(self) -> None:

@@ -90,8 +90,12 @@ def replica(
     sync: int = 0,
     handle_signals: bool = False,
     local_init_secs: float = 0.0,
+    chief: str = "trains",
 ) -> None:
-    """A task of ours: a parameter server, or one that trains by the one family or the other."""
+    """A task of ours: a parameter server, or one that trains by the one family or the other.
+
+    A chief that does not train until the end "idles", or "joins" its workers after its steps.
+    """
 
     async def main() -> None:
         task = cluster.Task.from_tf_config(
@@ -128,6 +132,8 @@ def replica(
         ) as sess:
             step = int(await sess.run(model.step))
             say("ready", step=step)
+            while chief == "idles" and task.is_chief and not sess.should_stop():
+                await asyncio.sleep(0.01)
             while step < steps and not sess.should_stop():
                 try:
                     step, _ = await sess.run([model.step, model.train], model.feed)
@@ -136,6 +142,8 @@ def replica(
                     say("unknown", before=unknown.before, now=unknown.now)
                 await asyncio.sleep(pause_secs)
             say("trained", step=int(step))
+            if chief == "joins" and task.is_chief:
+                say("joined", how=await task.join())
         say("closed")
 
     async def train_supervised(task: Any, model: Any) -> None:
@@ -155,6 +163,9 @@ def replica(
             if id(sess) not in seen:
                 seen.add(id(sess))
                 say("ready", step=int(await sess.run(model.step)))
+            if chief == "idles" and task.is_chief:
+                await sv.wait_for_stop()
+                return
             step, _ = await sess.run([model.step, model.train], model.feed)
             say("step", step=int(step))
             if step >= steps:

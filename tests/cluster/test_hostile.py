@@ -194,3 +194,36 @@ def test_a_worker_is_told_when_the_chief_makes_the_model_anew(cluster: Callable[
     assert tasks["worker-0"].wait_for("step", since=told["t"])["step"] > 0
     before = [record["step"] for record in tasks["worker-0"].records("step") if record["t"] < told["t"]]
     assert before == sorted(before), "a step that was meant for the old model was applied to the new one"
+
+
+@families
+def test_a_chief_that_runs_nothing_itself_gets_a_lost_model_back(cluster: Callable[..., Cluster], family: str) -> None:
+    """Everybody waits for it, and it has no run that could fail; nor is it the first server that is lost."""
+    made = cluster(family=family, ps=2, partitions=2, save_secs=3600, outage_secs=2.0, chief="idles")
+    tasks = made.start_all()
+    tasks["chief-0"].wait_for("checkpoint.saved")
+    tasks["worker-0"].wait_for("step")
+    tasks["ps-1"].kill()
+    server = made.start("ps", 1)
+    restored = tasks["chief-0"].wait_for("session.restored", since=tasks["ps-1"].killed_at)
+    tasks["worker-0"].wait_for("step", since=restored["t"])
+    server.kill()
+    assert tasks["chief-0"].wait() == 138
+    assert "PeersUnreachable: no answer from /job:ps/task:1" in tasks["chief-0"].text
+
+
+def test_a_chief_that_waits_for_its_workers_ends_when_a_part_of_the_model_is_lost(
+    cluster: Callable[..., Cluster],
+) -> None:
+    """They wait for it; and it is expected back, so that the parameter servers serve on."""
+    made = cluster(ps=2, partitions=2, chief_grace_secs=0.0, chief="joins")
+    servers = [made.start("ps", 0), made.start("ps", 1)]
+    worker, chief = made.start("worker"), made.start("chief", steps=20)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    worker.wait_for("step", since=time.time())
+    servers[1].kill()
+    servers[1] = made.start("ps", 1)
+    assert chief.wait(10) == 138
+    again = made.start("chief", steps=last_step(worker) + 30)
+    worker.wait_for("step", since=again.wait_for("ready")["t"])
+    assert all(server.running for server in servers)
