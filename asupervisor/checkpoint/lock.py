@@ -53,7 +53,7 @@ class LogdirLock:
         self.timeout_secs = WAIT_SECS if timeout_secs is None else timeout_secs
         self._emit = emit
         self._lock: filelock.BaseFileLock | None = None
-        self._file: os.stat_result | None = None
+        self._file: os.stat_result | None = None  # the one that was locked last; None before, and once given back
 
     @property
     def held(self) -> bool:
@@ -87,14 +87,14 @@ class LogdirLock:
             self._file = (self.logdir / LOCK_NAME).stat()
             self._tell()
         except OSError as error:
-            self.release()
+            self._let_go()
             raise LogdirNotWritable(str(self.logdir), error.strerror or str(error)) from error
 
     def ensure(self) -> bool:
         """Make sure that the lock is still that of the directory's path, before something is written.
 
         Where the directory was removed while we ran, or another one was put in its place, our lock is on a file
-        that nobody else finds; it is taken again in the new place.
+        that nobody else finds; it is taken again in the new place. Where that failed, the next call tries it again.
 
         Returns:
             Whether it had to be taken again: what the path leads to now may be another run's.
@@ -103,14 +103,18 @@ class LogdirLock:
             LogdirInUse: Somebody else was quicker there.
             OSError: The directory cannot be written.
         """
-        if self._lock is None or (self._lock.is_locked and self._same_file()):
+        if self._file is None or (self.held and self._same_file()):
             return False
-        self.release()
+        self._let_go()
         self.acquire(cancelled=lambda: True)
         return True
 
     def release(self) -> None:
         """Give the lock back; does nothing when it is not held. Never raises."""
+        self._let_go()
+        self._file = None
+
+    def _let_go(self) -> None:
         lock, self._lock = self._lock, None
         if lock is None:
             return

@@ -145,10 +145,15 @@ def test_directory_replaced(tmp_path: Path) -> None:
     (tmp_path / "logdir").mkdir()
     other = LogdirLock(tmp_path / "logdir")
     other.acquire()
-    with pytest.raises(LogdirInUse):
-        lock.ensure()
+    for _ in range(2):  # what was refused once stays refused
+        with pytest.raises(LogdirInUse):
+            lock.ensure()
     other.release()
-    lock.ensure()
+    assert lock.ensure()
+    assert lock.held
+    assert not lock.ensure()
+    lock.release()
+    assert not lock.ensure() and not lock.held  # given back is given back
 
 
 def test_directory_replaced_and_taken_again(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from asupervisor.checkpoint.lock import LogdirLock
-from asupervisor.errors import CheckpointNotRestored, LogdirNotWritable
+from asupervisor.checkpoint.lock import LOCK_NAME, LogdirLock
+from asupervisor.errors import CheckpointNotRestored, LogdirInUse, LogdirNotWritable
 from tests.forks import Forks
 
 
@@ -152,6 +152,35 @@ def test_another_runs_directory_in_its_place(
         info = store.publish(store.snapshot(raw))
     assert values_in(info.prefix) == {3.0}
     assert [record.step for record in store.checkpoints()] == [0, 3]
+    lock.release()
+
+
+@pytest.mark.parametrize("lost", ["directory", "lock file"])
+def test_another_run_trains_in_its_place(
+    lost: str, make_model: Any, make_store: Any, trained: Any, tmp_path: Path
+) -> None:
+    """Each save is refused, not the first one only: the next would delete what the other one writes."""
+    model = make_model(max_to_keep=1)
+    store = make_store(model)
+    lock = store.lock = LogdirLock(store.directory)
+    lock.acquire()
+    with session_with(model, store) as raw:
+        store.publish(store.snapshot(raw))
+        if lost == "directory":
+            store.directory.rename(tmp_path / "old")
+        else:
+            (store.directory / LOCK_NAME).unlink()
+        other = LogdirLock(store.directory)
+        other.acquire()
+        trained(3, 5)
+        before = sorted(path.name for path in store.directory.glob("[!.]*"))
+        for error in (LogdirInUse, LogdirInUse, CheckpointNotRestored, CheckpointNotRestored):
+            if error is CheckpointNotRestored:
+                other.release()  # it has ended, and its checkpoints are still none of ours
+            raw.run(model.train)
+            with pytest.raises(error):
+                store.publish(store.snapshot(raw))
+        assert sorted(path.name for path in store.directory.glob("[!.]*")) == before
     lock.release()
 
 
