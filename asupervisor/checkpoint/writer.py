@@ -82,7 +82,7 @@ class Writer:
         self._faults = faults
         self._counter = itertools.count()
         self._manifests = cat.Manifests()
-        self._interrupted = False
+        self._interrupted = True  # perhaps: a run that begins at one checkpoint by name has not looked
         self._temporary_stem = f".{basename}.saving-"
 
     def scan(self) -> cat.Catalogue:
@@ -95,8 +95,8 @@ class Writer:
     def temporary(self) -> Iterator[Path]:
         """A temporary directory for one checkpoint; whatever is left in it at the end of the block is removed."""
         if self._interrupted:
-            # An earlier commit failed between its record and its end (the directory became read-only, say): it is
-            # older than what comes now, so it goes first.
+            # An earlier commit failed between its record and its end (the directory became read-only, or its process
+            # was killed): it is older than what comes now, so it goes first.
             self.recover()
         path = self.directory / f"{self._temporary_stem}{self._run_id[:8]}-{next(self._counter)}"
         path.mkdir()
@@ -298,7 +298,7 @@ class Writer:
             _has_size(temporary / name, facts.bytes) or _has_size(self.directory / name, facts.bytes)
             for name, facts in manifest.files.items()
         )
-        if manifest is None or not complete:
+        if manifest is None or not complete or self._overtaken(manifest, temporary / _RECORD):
             fs.remove_tree(temporary)
             return False
         self._move_into_place(temporary, manifest)
@@ -311,13 +311,15 @@ class Writer:
 
     def _finish_deletion(self, tombstone: Path) -> None:
         manifest = mf.read_manifest(tombstone)
-        if manifest is not None:
-            index = self.directory / f"{manifest.name}.index"
-            # Somebody may have written a new checkpoint under this name since: that one is not meant.
-            if not index.exists() or index.stat().st_mtime <= tombstone.stat().st_mtime:
-                for name in sorted(manifest.files, key=lambda name: not name.endswith(".index")):
-                    (self.directory / name).unlink(missing_ok=True)
+        if manifest is not None and not self._overtaken(manifest, tombstone):
+            for name in sorted(manifest.files, key=lambda name: not name.endswith(".index")):
+                (self.directory / name).unlink(missing_ok=True)
         tombstone.unlink(missing_ok=True)
+
+    def _overtaken(self, manifest: mf.Manifest, record: Path) -> bool:
+        """Whether somebody, TensorFlow alone say, has written a new checkpoint under this name since the record."""
+        index = self.directory / f"{manifest.name}.index"
+        return index.exists() and index.stat().st_mtime > record.stat().st_mtime
 
     def _drop_lonely_manifest(self, path: Path) -> None:
         # tf.compat.v1.train.Saver deletes its own kinds of files only: a manifest without any of them is litter.

@@ -24,15 +24,16 @@ class Accident(Exception):
 
 
 class FaultAt:
-    """Raises at one point, once."""
+    """Raises at one point, once, after so many passes."""
 
-    def __init__(self, point: str | None = None) -> None:
+    def __init__(self, point: str | None = None, passes: int = 0) -> None:
         self.point = point
+        self.passes = passes
         self.seen: list[str] = []
 
     def __call__(self, point: str) -> None:
         self.seen.append(point)
-        if point == self.point:
+        if point == self.point and self.seen.count(point) > self.passes:
             self.point = None
             raise Accident(point)
 
@@ -287,6 +288,39 @@ def test_a_deletion_that_was_interrupted_does_not_hit_a_new_one(trained: Any) ->
     os.utime(index, (2e9, 2e9))
     store.writer.recover()
     assert index.exists() and litter(store.directory) == []
+
+
+@pytest.mark.parametrize("by", ["a run of ours", "TensorFlow"])
+def test_a_publication_that_was_interrupted_does_not_hit_a_new_one(
+    by: str, trained: Any, make_model: Any, make_store: Any, values_in: Any
+) -> None:
+    """A crash within the save of step 2; then somebody begins at step 1 by name, and saves another step 2."""
+    with pytest.raises(Accident):
+        trained(1, 2, faults=FaultAt("after-record", passes=1))
+    model = make_model()
+    store = make_store(model)
+    with model.session() as raw:
+        prefix = str(store.directory / "model.ckpt-1")
+        if by == "TensorFlow":
+            model.saver.restore(raw, prefix)
+        else:
+            assert store.restorer(raw, model.saver, None, prefix)
+        for variable in model.variables:
+            variable.load(np.full(variable.shape, 9.0), raw)
+        raw.run(model.step.assign(2))
+        if by == "TensorFlow":
+            saved = model.saver.save(raw, prefix.removesuffix("-1"), global_step=2)
+            later = Path(saved + ".index").stat().st_mtime + 1  # whatever the clock of the file system
+            os.utime(saved + ".index", (later, later))
+        else:
+            saved = store.publish(store.snapshot(raw)).prefix
+    assert values_in(saved) == {9.0, 2.0}
+    again = make_model()
+    with again.session() as raw:
+        assert make_store(again).restorer(raw, again.saver, store.logdir, None)
+        assert set(raw.run(again.variables[0])) == {9.0}
+    assert litter(store.directory) == []
+    assert [record.step for record in store.checkpoints()] == [1, 2]
 
 
 @pytest.mark.parametrize("record", ["tombstone", "publication"])
