@@ -304,7 +304,9 @@ def scan(
             )
         )
     listed_at = mtimes.get(latest_filename, 0.0)
-    since = {name for name in read if mtimes[name] >= listed_at}  # a crash may have come between the two
+    # A crash may have come between the two. Both times: in a copy that did not keep those of its files, any manifest
+    # may be younger than the list.
+    since = {name for name, manifest in read.items() if manifest and min(mtimes[name], manifest.time_secs) >= listed_at}
     return Catalogue(directory, state, tuple(_in_order(entries, since)), _quarantined(directory))
 
 
@@ -333,7 +335,7 @@ def _quarantined(directory: Path) -> tuple[str, ...]:
 
 
 def _in_order(entries: Sequence[Entry], since: set[str]) -> list[Entry]:
-    """Oldest first; `since` are the manifests that are not older than the state file."""
+    """Oldest first; `since` are the manifests that were published, and written, after the state file."""
 
     def step(entry: Entry) -> tuple[int, float]:
         return (-1 if entry.step is None else entry.step, entry.time_secs)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,35 @@ def test_a_list_that_its_user_has_put_in_order_stays(trained: Any) -> None:
     )
     os.utime(store.directory / "checkpoint", ns=(manifests + 10**9, manifests + 10**9))
     assert names(store.directory)[-1] == "model.ckpt-3"
+
+
+def copied(directory: Path, target: Path, order: list[str]) -> Path:
+    """A copy that does not keep the times: each file is younger than the one before."""
+    target.mkdir()
+    now = time.time()
+    for number, name in enumerate(order, 1):
+        shutil.copyfile(directory / name, target / name)
+        os.utime(target / name, (now + number, now + number))
+    return target
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_copy_has_the_order_of_its_original(seed: int, trained: Any, tmp_path: Path) -> None:
+    """`cp -r` copies in no order: of some the manifest is older than the index then, and does not count."""
+    _, store = trained(0, 3, 5, 9)
+    order = sorted(path.name for path in store.directory.iterdir())
+    random.Random(seed).shuffle(order)
+    assert names(copied(store.directory, tmp_path / "copy", order)) == names(store.directory)
+
+
+def test_a_copy_where_tensorflow_went_on_after_us(trained: Any, make_model: Any, tmp_path: Path) -> None:
+    _, store = trained(3, 5)
+    plain(make_model(), store.directory, 8, 9)
+    tf1.train.update_checkpoint_state(
+        str(store.directory), "model.ckpt-9", [f"model.ckpt-{step}" for step in (3, 5, 8, 9)]
+    )
+    order = sorted(path.name for path in store.directory.iterdir())
+    assert names(copied(store.directory, tmp_path / "copy", order))[-1] == "model.ckpt-9"
 
 
 def test_spared_for_its_age_is_not_the_newest(trained: Any) -> None:
