@@ -380,7 +380,7 @@ class CheckpointStore:
             rename_all(temporary, name, target)
             manifest = self.writer.commit(temporary, target, step, kind, nonfinite)
         self._place.claimed = True
-        self.writer.apply_retention()
+        self.writer.apply_retention(manifest)
         info = CheckpointInfo(
             prefix=self.prefix_of(target),
             step=step,

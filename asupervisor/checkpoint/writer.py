@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -153,6 +154,8 @@ class Writer:
         self._faults("after-record")
         self._move_into_place(temporary, manifest)
         self._faults("before-state")
+        if not self._is_there(manifest):
+            raise FileNotFoundError(errno.ENOENT, "another directory took its place", str(self.directory))
         if kind is Kind.REGULAR:
             self.write_state(name)
         self._faults("after-state")
@@ -191,6 +194,9 @@ class Writer:
         self._faults("after-manifest")
         fs.remove_tree(temporary)
 
+    def _is_there(self, manifest: mf.Manifest) -> bool:
+        return mf.read_manifest(self.directory / f"{manifest.name}{mf.SUFFIX}") == manifest
+
     def write_state(self, latest: str | None = None) -> None:
         """Write the state file anew from what is on disk; without a checkpoint there is none.
 
@@ -221,8 +227,15 @@ class Writer:
 
     # -------------------------------------------------------------------------------------- retention
 
-    def apply_retention(self) -> None:
-        """Delete what the policy gives up; each deletion is an event with its reason. Failures are events, too."""
+    def apply_retention(self, published: mf.Manifest) -> None:
+        """Delete what the policy gives up; each deletion is an event with its reason. Failures are events, too.
+
+        Args:
+            published: What `commit` gave. Where that is not found, another directory took the place of ours, and
+                nothing is deleted there.
+        """
+        if not self._is_there(published):
+            return
         catalogue = self.scan()
         entries = {e.name: e for e in catalogue.regular if e.managed and e.evident_damage() is None}
         facts = [rt.Facts(e.name, e.step, e.time_secs) for e in entries.values()]

@@ -155,6 +155,33 @@ def test_another_runs_directory_in_its_place(
     lock.release()
 
 
+@pytest.mark.parametrize("point", ["before-state", "after-state"])
+def test_another_runs_directory_in_its_place_meanwhile(
+    point: str, make_model: Any, make_store: Any, trained: Any, tmp_path: Path
+) -> None:
+    """The link is set anew while a save is published: what lies there now is neither listed anew nor deleted."""
+    other, link = tmp_path / "other", tmp_path / "latest"
+    trained(3, 5, logdir=other)
+    before = {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
+    (tmp_path / "own").mkdir()
+    link.symlink_to("own")
+
+    def swap(name: str) -> None:
+        if name == point:
+            link.unlink()
+            link.symlink_to("other")
+
+    model = make_model(max_to_keep=1)
+    store = make_store(model, link, faults=swap)
+    with session_with(model, store) as raw:
+        if point == "before-state":
+            with pytest.raises(FileNotFoundError, match="another directory took its place"):
+                store.publish(store.snapshot(raw))
+        else:
+            store.publish(store.snapshot(raw))
+    assert {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()} == before
+
+
 @pytest.mark.parametrize("lost", ["directory", "lock file"])
 def test_another_run_trains_in_its_place(
     lost: str, make_model: Any, make_store: Any, trained: Any, tmp_path: Path
