@@ -291,7 +291,7 @@ class Writer:
             return
         published = False
         for path in items:
-            if path.name.startswith(self._temporary_stem) and path.is_dir():
+            if path.name.startswith(self._temporary_stem) and path.is_dir() and not path.is_symlink():
                 published |= self._finish_publication(path)
             elif path.name.startswith(f".{self.basename}") and path.name.endswith(_TOMBSTONE):
                 self._finish_deletion(path)

@@ -346,6 +346,20 @@ def test_records_do_not_reach_outside_of_the_directory(record: str, named: str, 
     assert [record.step for record in store.checkpoints()] == [1, 2]
 
 
+def test_a_record_behind_a_link_is_not_ours(trained: Any, tmp_path: Path) -> None:
+    """Files elsewhere are not moved here, whatever a link is called."""
+    _, store = trained(1, 2)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copyfile(store.directory / "model.ckpt-2.manifest", elsewhere / "commit.manifest")
+    for name in mf.read_manifest(elsewhere / "commit.manifest").files:  # type: ignore[union-attr]
+        shutil.copyfile(store.directory / name, elsewhere / name)
+    before = sorted(path.name for path in elsewhere.iterdir())
+    (store.directory / ".model.ckpt.saving-0-0").symlink_to(elsewhere)
+    store.writer.recover()
+    assert sorted(path.name for path in elsewhere.iterdir()) == before
+
+
 def test_points_in_sequence_are_documented() -> None:
     """Each point of the table is told at the top of the module."""
     assert writer.__doc__ is not None
