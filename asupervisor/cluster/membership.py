@@ -169,6 +169,8 @@ class Membership:
         reading = await around.patience.first(self._side(register.read, "read the register"))
         is_ours = reading.run == run and (self._was_ready or not around.afresh)
         if is_ours:
+            # Before the look at the variables: a server that is lost after this is without the epoch again.
+            await around.patience.first(self._side(register.keep_epoch, "keep the epoch", reading.epoch))
             with contextlib.suppress(SessionNotReady):
                 session = await ways.adopt()
                 around.emit("cluster.adopted", f"the live model was adopted, as {reading.epoch}", epoch=reading.epoch)

@@ -147,6 +147,15 @@ class Register:
             whole = all(self._run(self._has_epoch)) and {*self._run(self._copies)} == {reading.epoch.encode()}
         return reading if whole else replace(reading, epoch="")
 
+    def keep_epoch(self, epoch: str) -> None:
+        """The model is alive: a parameter server that has begun anew without any part of it counts again.
+
+        Raises:
+            tf.errors.OpError: One of them cannot be told now.
+        """
+        with self._lock:
+            self._run(self._set_epoch, {self._new_epoch: epoch})
+
     def close_epoch(self) -> None:
         """The model is about to be made anew: until `open_epoch`, nobody shall take it for ready. The chief's to say.
 

@@ -227,3 +227,21 @@ def test_a_chief_that_waits_for_its_workers_ends_when_a_part_of_the_model_is_los
     again = made.start("chief", steps=last_step(worker) + 30)
     worker.wait_for("step", since=again.wait_for("ready")["t"])
     assert all(server.running for server in servers)
+
+
+@families
+def test_a_parameter_server_without_a_part_of_the_model_is_lost_once(
+    cluster: Callable[..., Cluster], family: str
+) -> None:
+    """The model lives and is adopted; the new server counts from then on."""
+    made = cluster(family=family, ps=3)
+    tasks = made.start_all()
+    tasks["chief-0"].wait_for("step")
+    tasks["ps-2"].kill()
+    made.start("ps", 2)
+    adopted = tasks["chief-0"].wait_for("cluster.adopted", since=tasks["ps-2"].killed_at)
+    # For some looks of its own: it would begin again after each.
+    tasks["chief-0"].wait_for("step", since=adopted["t"] + 3.5)
+    assert len(tasks["chief-0"].records("cluster.adopted")) == 1
+    steps = [record["step"] for record in tasks["chief-0"].records("step")]
+    assert steps == sorted(steps), "the model was not made anew"
