@@ -74,8 +74,10 @@ class Place:
         newest = entries[-1]
         written = newest.manifest is not None and newest.manifest.run_id == self._run_id
         if not written and (newest.name, newest.time_secs) not in (self._found or ()):
+            reason = f"another directory took its place during this run, with {newest.prefix!r} of another one"
             raise CheckpointNotRestored(
                 self._logdir,
-                f"another directory took its place while this run was training, and {newest.prefix!r} in that one is "
-                "none of this run's. Put the run's own directory back, or begin again",
+                reason,
+                f"logdir {self._logdir!r}: {reason}, which this one must not delete. Put its own directory back, or "
+                "begin again in one of its own.",
             )
