@@ -29,7 +29,7 @@ PAIRS = {
     },
     "MonitoredSession": {"graph", "recovery", "recovery_wait_secs", "clock", "executor"},
     "SingularMonitoredSession": {"graph", "recovery_wait_secs", "clock", "executor"},
-    "ChiefSessionCreator": {"graph", "task", "init_from", "partial_restore"},
+    "ChiefSessionCreator": {"graph", "task", "init_from", "partial_restore", "max_wait_secs"},
     "WorkerSessionCreator": {"graph", "task"},
     "StopAtStepHook": set(),
     "LoggingTensorHook": set(),
