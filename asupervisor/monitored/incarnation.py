@@ -16,19 +16,16 @@ import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from asupervisor import _tf
-from asupervisor.checkpoint.catalogue import checkpoints
-from asupervisor.checkpoint.records import CheckpointInfo, CheckpointRecord, Kind
-from asupervisor.errors import CheckpointNotRestored
+from asupervisor.checkpoint.records import CheckpointInfo
 from asupervisor.events import Status
 from asupervisor.hooks.chain import HookChain
 from asupervisor.hooks.plans import HookedPlans, HookedRuns
 from asupervisor.hooks.protocol import HookOutcome
+from asupervisor.hooks.saving import check_overwrites
 from asupervisor.monitored.creators import OnRestart, Prepared, SessionCreator
 from asupervisor.runtime.blocking_view import BlockingCoordinator
 from asupervisor.runtime.coordinator import Coordinator
@@ -185,7 +182,7 @@ class Incarnation:
             self._hooked = session if not chain.hooks else session.sibling(self._with_hooks)
         saves = of.prepared is None or of.prepared.settings.is_chief
         if saves and self.number == 0 and not self.restored:
-            await self._check_what_hooks_overwrite()
+            await check_overwrites(chain.hooks, self.on_side, lambda: self.on_device(self._step_now))
         if chain.hooks:
             self.coordinator.add_stop_callback(self._blocking.wake)
             self._host.spawn("threads of hooks", self._join_threads, critical=False)
@@ -200,30 +197,6 @@ class Incarnation:
         )
         if chain.asks_whether_done:
             await self.on_device(self._look_whether_done)
-
-    async def _check_what_hooks_overwrite(self) -> None:
-        """TensorFlow's hooks save by themselves: not into checkpoints of a model that was not restored.
-
-        Raises:
-            CheckpointNotRestored: One of them would.
-        """
-        for hook in self._of.chain.hooks:
-            path = _tf.save_path_of(hook)
-            if path is None or "://" in path:
-                continue
-            newest = await self.on_side(_newest_in, Path(path))
-            if newest is None or newest.step is None:
-                continue
-            step = await self.on_device(self._step_now)
-            if step is not None and step < newest.step:
-                directory = str(Path(path).parent)
-                raise CheckpointNotRestored(
-                    directory,
-                    f"the newest is {newest.prefix!r}",
-                    f"{type(hook).__name__} would save to {directory!r}, which holds checkpoints that were not "
-                    f"restored: the newest is {newest.prefix!r}, and this session begins at step {step}. Give its "
-                    f"creator checkpoint_dir={directory!r} to go on from there, or the hook a directory of its own.",
-                )
 
     def _step_now(self) -> int | None:
         try:
@@ -405,12 +378,3 @@ class Incarnation:
 
 class _Lost(Exception):
     """Stands for a loss without an error: the start of the session was not completed."""
-
-
-def _newest_in(save_path: Path) -> CheckpointRecord | None:
-    """The newest regular checkpoint where a hook saves; blocking."""
-    try:
-        found = checkpoints(save_path.parent, basename=save_path.name)
-    except OSError:  # saving will tell
-        return None
-    return next((record for record in reversed(found) if record.kind is Kind.REGULAR), None)
