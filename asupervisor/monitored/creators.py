@@ -23,12 +23,14 @@ from asupervisor import _tf
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.clock import Clock, SystemClock
 from asupervisor.events import EventSink, log_only
+from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.services import arguments
 from asupervisor.services.beginning import Beginning
 from asupervisor.services.peers import ClusterTask, check_trains
 from asupervisor.services.settings import RunSettings
 from asupervisor.session.elements import GraphElements, resolve_graph
 from asupervisor.session.manager import SessionManager
+from asupervisor.session.opening import GIVE_UP_SECS
 from asupervisor.session.session import AsyncSession
 
 tf1 = tf.compat.v1
@@ -245,8 +247,15 @@ class _ScaffoldedCreator(SessionCreator):
         return saver
 
     async def create_session(self) -> AsyncSession:
-        """A session of its own, outside of a monitored session; close it by `await session.close()`."""
-        prepared = self.prepare()
+        """A session of its own, outside of a monitored session; close it by `await session.close()`.
+
+        Cancelled, it gives everything back but the ops that the graph has got.
+        """
+        executor = DeviceExecutor()
+        try:
+            prepared = await executor.side(self.prepare, label="completing the graph")
+        finally:
+            await executor.aclose(GIVE_UP_SECS)
         manager = prepared.manager.bound(
             global_step=prepared.settings.elements.global_step,
             restore=None if prepared.store is None else prepared.store.restorer,

@@ -13,7 +13,13 @@ import pytest
 import tensorflow as tf
 
 from asupervisor.errors import SessionClosed, StopRequested
-from asupervisor.monitored import ChiefSessionCreator, MonitoredSession, MonitoredTrainingSession, SessionCreator
+from asupervisor.monitored import (
+    ChiefSessionCreator,
+    MonitoredSession,
+    MonitoredTrainingSession,
+    SessionCreator,
+    WorkerSessionCreator,
+)
 from asupervisor.recovery import RecoveryPolicy
 
 tf1 = tf.compat.v1
@@ -439,6 +445,37 @@ async def test_s5_a_creator_by_itself_begins_where_a_monitored_session_does(coun
         session = await creator.create_session()
         assert await session.run(made.step) == step
         await session.close()
+
+
+@pytest.mark.parametrize("kind", [ChiefSessionCreator, WorkerSessionCreator])
+async def test_s5_a_creator_by_itself_completes_the_graph_beside_the_event_loop(counter: Make, kind: Any) -> None:
+    completed_by = []
+
+    class Told(tf1.train.Scaffold):  # type: ignore[misc]
+        def finalize(self) -> Any:
+            completed_by.append(threading.current_thread())
+            return super().finalize()
+
+    made = counter()
+    with made.graph.as_default():
+        nothing = tf.constant([], tf.string)  # is not ready: a worker has not to wait for a chief
+        scaffold = Told(ready_op=nothing, ready_for_local_init_op=nothing)
+    session = await kind(scaffold, graph=made.graph).create_session()
+    assert len(completed_by) == 1
+    assert completed_by[0] is not threading.current_thread()
+    assert not completed_by[0].is_alive(), "the thread is given back"
+    await session.close()
+
+
+async def test_s5_a_creator_by_itself_that_cannot_complete_the_graph_leaves_nothing(counter: Make) -> None:
+    made = counter()
+    with made.graph.as_default():
+        scaffold = tf1.train.Scaffold(init_op=tf.no_op())
+    made.graph.finalize()
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="Graph is finalized and cannot be modified"):
+        await ChiefSessionCreator(scaffold, graph=made.graph).create_session()
+    assert threading.active_count() == before
 
 
 async def test_s5_a_creator_that_fails_leaves_the_enter(recorder: Make) -> None:
