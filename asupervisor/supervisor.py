@@ -2,7 +2,8 @@
 
 ::
 
-    Supervisor ─ SupervisorProperties: what can be read; Parts: what its constructor has made
+    Supervisor ─ Parts: what its constructor has made
+        ├── SupervisorControls: what needs the active session; SupervisorProperties: what can be read at any time
         └── managed_session() ─ Block: the caller's task
                 └── HostedRun ─ Host (two tasks of its own), SupervisedRun (one session's parts)
 
@@ -14,12 +15,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from asupervisor.checkpoint.records import CheckpointInfo, NonFinitePolicy
+from asupervisor.checkpoint.records import NonFinitePolicy
 from asupervisor.clock import Clock, SystemClock
 from asupervisor.errors import SessionActive
 from asupervisor.events import Event, EventHub, Status
@@ -27,13 +28,11 @@ from asupervisor.runtime.block import Block
 from asupervisor.runtime.coordinator import Coordinator, StopOnException
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.runtime.host import Host
-from asupervisor.runtime.looper import LooperTask
-from asupervisor.runtime.service import Service
 from asupervisor.services import arguments
+from asupervisor.services.controls import SupervisorControls
 from asupervisor.services.hosted_run import HostedRun
 from asupervisor.services.parts import Parts, make_store, make_writer
 from asupervisor.services.peers import ClusterTask, check_trains
-from asupervisor.services.properties import SupervisorProperties
 from asupervisor.services.settings import RunSettings
 from asupervisor.services.sync_replicas import SyncReplicas
 from asupervisor.session import elements
@@ -44,7 +43,7 @@ from asupervisor.session.session import AsyncSession
 _numbers = itertools.count(1)
 
 
-class Supervisor(SupervisorProperties):
+class Supervisor(SupervisorControls):
     """Initialises, restores, saves, summarises and watches over the training of one graph, inside an event loop.
 
     ::
@@ -375,149 +374,6 @@ class Supervisor(SupervisorProperties):
         self._hosted = HostedRun(self._parts, master, config, **options)
         return self._hosted.host
 
-    def _active(self, what: str, sess: Any = None) -> HostedRun:
-        """The session that there is, for a method that needs one; see `HostedRun.check_caller` for what it raises.
-
-        Raises:
-            RuntimeError: There is none.
-        """
-        hosted = self._hosted
-        if hosted is None or hosted.host.finished:
-            raise RuntimeError(f"{what} needs an active session of {self.name}: enter managed_session() first")
-        hosted.check_caller(what, sess)
-        return hosted
-
-    # ------------------------------------------------------------------ services
-
-    def start_standard_services(self, sess: AsyncSession) -> list[Service] | None:
-        """Start the summary, step counter and checkpoint services; `managed_session` does so by itself.
-
-        Args:
-            sess: The supervisor's session.
-
-        Returns:
-            The services that were started, none the second time; or None without a logdir, with a warning.
-
-        Raises:
-            RuntimeError: For a non-chief, or without an active session.
-            ValueError: `sess` is another session.
-
-        Source: `tf.compat.v1.train.Supervisor.start_standard_services`.
-        """
-        if not self.is_chief:
-            raise RuntimeError(
-                "Only chief supervisor can start standard services. Because only chief supervisors can write events."
-            )
-        hosted = self._active("start_standard_services()", sess)
-        return hosted.run.start_standard_services(hosted.host, sess)
-
-    def start_queue_runners(self, sess: AsyncSession, queue_runners: Iterable[Any] | None = None) -> list[Service]:
-        """Start feeders for the graph's QueueRunners, or for those given; `managed_session` does so by itself.
-
-        Args:
-            sess: The supervisor's session.
-            queue_runners: `tf.compat.v1.train.QueueRunner`s; None for those that the graph has collected.
-
-        Returns:
-            One service for each enqueue op, and one that closes the queue at the stop.
-
-        Raises:
-            RuntimeError: Without an active session.
-            TypeError: `sess` is not a session.
-            ValueError: `sess` is another session, or a runner belongs to another graph.
-
-        Source: `tf.compat.v1.train.Supervisor.start_queue_runners`.
-        """
-        hosted = self._active("start_queue_runners()", sess)
-        return hosted.run.start_queue_runners(hosted.host, sess, queue_runners)
-
-    def loop(
-        self,
-        timer_interval_secs: float | None,
-        target: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> LooperTask:
-        """Call a function at once and then every `timer_interval_secs`, until a stop is requested.
-
-        A coroutine function runs on the event loop, a plain one on a worker thread; an awaitable that it returns is
-        awaited. An exception stops the supervisor and leaves the block.
-
-        Args:
-            timer_interval_secs: Seconds between two calls; None calls back to back.
-            target: What to call.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            The looper; it has been started.
-
-        Raises:
-            RuntimeError: Without an active session.
-            TypeError: `target` cannot be called with these arguments.
-
-        Source: `tf.compat.v1.train.Supervisor.loop`.
-        """
-        return self._active("loop()").loop(timer_interval_secs, target, args, kwargs)
-
-    def start_soon(self, async_fn: Callable[..., Awaitable[Any]], *args: Any, name: str | None = None) -> Service:
-        """Start a task that the session supervises: an exception stops everything, and the stop awaits its end.
-
-        After a stop it has `stop_grace_secs` to end by itself; then it is cancelled.
-
-        Args:
-            async_fn: Coroutine function; or a callable that returns an awaitable, which is called at once.
-            *args: Its arguments.
-            name: Name of the service.
-
-        Returns:
-            The record of the task; awaiting it waits for its end.
-
-        Raises:
-            RuntimeError: Without an active session.
-            TypeError: `async_fn` cannot be called with these arguments, or is not async.
-        """
-        return self._active("start_soon()").start_soon(async_fn, args, name)
-
-    def pause(self) -> None:
-        """Hold training runs and streams between two steps; everything else proceeds. A stop releases them."""
-        self._active("pause()").run.session.pause()
-
-    def resume(self) -> None:
-        """End a `pause`."""
-        self._active("resume()").run.session.resume()
-
-    async def save(self) -> CheckpointInfo:
-        """Save the model now, between two steps; training goes on while it is written.
-
-        Returns:
-            What was written.
-
-        Raises:
-            RuntimeError: Not a chief, no logdir, no saver, or no active session.
-            OSError: It could not be written.
-        """
-        return await self._active("save()").run.save()
-
-    async def summary_computed(self, sess: AsyncSession, summary: Any, global_step: int | None = None) -> None:
-        """Write a summary that the caller has computed.
-
-        Args:
-            sess: The supervisor's session.
-            summary: A `Summary` proto, or one as bytes.
-            global_step: Step to record; None reads it from the session.
-
-        Raises:
-            TypeError: `summary` is neither.
-            RuntimeError: There is no summary writer (no logdir, none wanted, or a non-chief), or no active session.
-            ValueError: `sess` is another session.
-
-        Source: `tf.compat.v1.train.Supervisor.summary_computed`.
-        """
-        if self._parts.writer is None:
-            raise RuntimeError("Writing a summary requires a summary writer: pass logdir= or summary_writer=.")
-        await self._active("summary_computed()", sess).run.summary_computed(summary, global_step)
-
     # ------------------------------------------------------------------ the stop
 
     async def stop(
@@ -594,12 +450,8 @@ class Supervisor(SupervisorProperties):
 
     # The original's deprecated names.
     PrepareSession = prepare_or_wait_for_session
-    StartQueueRunners = start_queue_runners
-    StartStandardServices = start_standard_services
     Stop = stop
     RequestStop = request_stop
-    Loop = loop
     ShouldStop = should_stop
     StopOnException = stop_on_exception
     WaitForStop = wait_for_stop
-    SummaryComputed = summary_computed
