@@ -380,16 +380,18 @@ class StepOutcomeUnknown(SupervisorError):
     """A step failed in a way that leaves open whether it was applied.
 
     Args:
-        before: The global step before the failed call, or None if it is not known.
-        now: The global step after the recovery, or None if it is not known.
+        before: The global step as it was last seen before the failed call, at the start of the session, at a save or by
+            the step counter: it may be many steps behind. None if it was not seen.
+        now: The global step after the recovery, or None if it is not known. Others may have a part in it.
     """
 
     def __init__(self, before: int | None, now: int | None) -> None:
         self.before = before
         self.now = now
+        last_seen = "" if before is None else f" (it was last seen at {before})"
         super().__init__(
-            f"the step may already have been applied: the global step was {before} before the failed call and is "
-            f"{now} now. Decide by these figures whether to run it again."
+            f"the step may already have been applied, or not: the global step is {now} now{last_seen}. Run it again "
+            "where one step more is no matter; else compare with the step that you have counted."
         )
 
 

@@ -269,6 +269,18 @@ class Incarnation:
         return self._of.on_restart == "adopts"
 
     @property
+    def found(self) -> str:
+        """What became of the model, for people."""
+        if self.restored:
+            return "the model was restored"
+        if self.adopted:
+            return "the live model was adopted"
+        if self._of.prepared is None:
+            return "there is a new session"
+        chief = self._of.prepared.settings.is_chief
+        return "the model was not restored and begins anew" if chief else "the chief has made the model anew"
+
+    @property
     def last_step(self) -> int | None:
         """The global step as last seen, or None; any thread."""
         return None if self.run is None else self.run.last_step

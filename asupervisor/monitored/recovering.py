@@ -248,7 +248,7 @@ class Incarnations:
         else:
             self._emit(
                 "session.recovered",
-                f"recovered: {'the model was restored' if current.restored else 'there is a new session'}"
+                f"recovered: {current.found}"
                 + ("" if current.last_step is None else f", at step {current.last_step}")
                 + ("" if failed.last_step is None else f" (the last step that was seen was {failed.last_step})"),
                 level="warning",

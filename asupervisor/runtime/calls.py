@@ -20,10 +20,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from time import monotonic
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from asupervisor.errors import WrongEventLoop, describe
-from asupervisor.events import EventSink
+from asupervisor.events import EventSink, Level
 from asupervisor.runtime.mailbox import Mailbox, Rendezvous
 
 HELD: Final = object()
@@ -120,6 +120,9 @@ class Call(Waiter):
 
     __slots__ = ("emit", "lane", "mailbox", "ok", "queued", "started", "value")
 
+    dropped_level: ClassVar[Level] = "warning"
+    """How loudly it is told that nobody waits for the result any more: the work was done all the same."""
+
     def __init__(self, mailbox: Mailbox | Rendezvous, emit: EventSink) -> None:
         super().__init__(mailbox.loop)
         self.mailbox = mailbox
@@ -214,7 +217,7 @@ class Call(Waiter):
         self.emit(
             "run.dropped",
             f"{self.describe()} was cancelled in flight; {how}",
-            level="warning",
+            level=self.dropped_level if self.ok else "warning",
             call=self.describe(),
             error=None if self.ok else describe(value),
         )
@@ -239,6 +242,8 @@ class FunctionCall(Call):
     """A call of a function, in the context of whoever asked for it."""
 
     __slots__ = ("_args", "_fn", "_label", "_work_context")
+
+    dropped_level: ClassVar[Level] = "info"  # no step; most often a service's own look, at a stop
 
     def __init__(
         self,

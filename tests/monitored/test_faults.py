@@ -821,7 +821,8 @@ async def test_f23_allowed_it_begins_anew_and_says_so(
         seen = [(await sess.run([made.after, lost]))[0] for _ in range(4)]
     assert seen == [1, 2, 1, 2]
     assert "recovery 1 in 0.00 s" in caplog.text
-    assert any(record.levelname == "WARNING" and "recovered" in record.getMessage() for record in caplog.records)
+    told = "recovered: the model was not restored and begins anew, at step 0"
+    assert any(record.levelname == "WARNING" and told in record.getMessage() for record in caplog.records)
 
 
 async def test_events_of_what_has_ended_end_at_once(counter: Make) -> None:

@@ -244,7 +244,8 @@ async def test_a_call_whose_outcome_is_unknown(counter: Make, server: Any) -> No
         with pytest.raises(StepOutcomeUnknown) as raised:
             await worker.run(made.after)
         assert raised.value.now == 2, "it had been applied"
-        assert raised.value.before is not None
+        assert raised.value.before == 0, "the last that the session saw: it counts no steps"
+        assert "the global step is 2 now (it was last seen at 0)" in str(raised.value)
         assert isinstance(raised.value.__cause__, tf.errors.UnavailableError)
         assert await worker.run(made.after) == 3, "the session goes on"
         hook.armed = True
@@ -553,6 +554,7 @@ async def test_the_events_of_a_recovery(counter: Make, listening: Make, tmp_path
     by_kind = {event.kind: event for event in events}
     recovering, recovered = by_kind["session.recovering"], by_kind["session.recovered"]
     assert recovering.level == recovered.level == "warning"
+    assert "recovered: the model was restored, at step 1" in recovered.message
     assert "AbortedError" in recovering.data["error"]
     assert recovering.data["restarts"] == recovered.data["restarts"] == 1
     assert recovered.data["restored"] is True

@@ -37,10 +37,12 @@ class Sink:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
+        self.levels: list[str] = []
         self.arrived = threading.Event()
 
     def __call__(self, kind: str, message: str, *, level: str = "info", **data: Any) -> None:
         self.events.append((kind, message, data))
+        self.levels.append(level)
         self.arrived.set()
 
     def kinds(self) -> list[str]:
@@ -355,6 +357,7 @@ async def test_f16_cancelled_in_flight_the_caller_is_released_at_once(
         await asyncio.sleep(0)
     ((kind, message, data),) = sink.events
     assert kind == "run.dropped"
+    assert sink.levels == ["warning" if fails else "info"]
     assert "slow" in message
     assert data == {"call": "slow", "error": "ValueError('late')" if fails else None}
 

@@ -397,6 +397,7 @@ async def test_f16_a_cancelled_step_is_told(counter: Callable[..., Any]) -> None
     dropped = [event async for event in events if event.kind == "run.dropped"]
     assert len(dropped) == 1
     assert "finished" in dropped[0].message
+    assert dropped[0].level == "warning"
 
 
 async def _run(sess: Any, fetches: Any) -> Any:
