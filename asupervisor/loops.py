@@ -16,6 +16,8 @@ from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPoli
 from asupervisor.runtime.looper import check_arguments
 
 if TYPE_CHECKING:
+    from asupervisor.runtime.block import Block
+    from asupervisor.session.session import AsyncSession
     from asupervisor.supervisor import Supervisor
 
 ANY_ORIGIN: frozenset[Origin] = frozenset(("run", "coordinator", "hook", "step_fn", "startup"))
@@ -89,7 +91,7 @@ async def train_loop(
         except Exception as error:
             # An error that was first outranks a cancellation that came while the block was left; but nothing begins
             # anew for that.
-            if attempt.stopped or task.cancelling() > cancelling:
+            if attempt.stopped or sv.signalled or task.cancelling() > cancelling:
                 raise
             decision = attempt.decide(policy, history, error)
             if not decision.restart:
@@ -111,7 +113,7 @@ class _Attempt:
         self.origin: Origin = "startup"
         """Where an error came from."""
         self.stopped = False
-        """Whether somebody had requested a stop, without an error, when it came."""
+        """Whether somebody had requested a stop, without an error, when it came; or while the session was closed."""
         self._sv = sv
         self._first = first
 
@@ -131,10 +133,20 @@ class _Attempt:
         except BaseException as error:
             self.origin = "run" if _tf.raised_by_session(error) else "step_fn"
             self.stopped = sv.should_stop() and sv.coord.error is None
-            if not await block.exit(error):
+            if not await self._leave(block, error):
                 raise
         else:
-            await block.exit(None)
+            await self._leave(block, None)
+
+    async def _leave(self, block: Block[AsyncSession], error: BaseException | None) -> bool:
+        """Leave the session; the coordinator has stopped, and does not tell of a stop that is requested meanwhile."""
+        sv = self._sv
+        asked = sv.stops_asked
+        try:
+            return await block.exit(error)
+        finally:
+            self.stopped = self.stopped or sv.stops_asked != asked
+            del block, error
 
     def decide(self, policy: RecoveryPolicy, history: RecoveryHistory, error: Exception) -> Decision:
         """Whether to begin again after an error that left the session."""

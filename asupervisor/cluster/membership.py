@@ -81,7 +81,8 @@ class Membership:
         self.allow_reinit = False
         self._was_ready = False
         self._epoch = ""  # of the model that this worker knows
-        self._waits_for_workers = False
+        self.is_in = False
+        """Whether there is a session."""
 
     @property
     def target(self) -> str:
@@ -101,11 +102,6 @@ class Membership:
     def _limit(self) -> str:
         """What limits the wait for others, for messages."""
         return "outage_secs of the cluster's task" if self._was_ready else "max_wait_secs"
-
-    @property
-    def is_in(self) -> bool:
-        """Whether there is a session."""
-        return self._around is not None
 
     # ------------------------------------------------------------------ in
 
@@ -130,7 +126,7 @@ class Membership:
                 await patience.first(self._side(self._task.start_server, "start of the server"))
                 come_in = self._as_chief if self._layout.is_chief else self._as_worker
                 session, how = await come_in(ways, around, begun, deadline)
-                self._was_ready = True
+                self._was_ready = self.is_in = True
                 return session, how
             except Exception as error:
                 if not is_loss(error):
@@ -253,8 +249,6 @@ class Membership:
         with contextlib.suppress(SessionClosed):
             while True:
                 await around.patience.clock.sleep(WATCH_EVERY_SECS)
-                if self._waits_for_workers:
-                    continue  # looks for itself
                 reading = await self._look()
                 if self._layout.is_chief:
                     if reading is not None and not reading.epoch:
@@ -279,40 +273,68 @@ class Membership:
                     raise tf.errors.AbortedError(None, None, f"no answer from {names}") from error
                 if isinstance(error, tf.errors.AbortedError):
                     raise
+            # A session whose first question to a server has failed fails for ever, though the server is back.
+            await self._hang_up()
             return None
 
     # ------------------------------------------------------------------ out
 
     async def wait_for_workers(self) -> None:
-        """Wait until no worker is at work any more, or the model is lost; see `Task.join`."""
-        self._waits_for_workers = True
-        try:
-            await self.before_last_save(math.inf)
-        finally:
-            self._waits_for_workers = False
+        """Wait until no worker is at work any more, over recoveries of the session; see `Task.join`.
+
+        Raises:
+            PeersUnreachable: The first parameter server has not answered for `outage_secs`.
+        """
+        around, silence_secs = self._around, self._task.outage_secs
+        assert around is not None
+        while not around.stopping():
+            with contextlib.suppress(tf.errors.AbortedError):  # the watch sees the loss, too: another session follows
+                if self.is_in:
+                    if await self._until_workers_end(math.inf, silence_secs, around.stopping):
+                        return
+                    if not around.stopping():
+                        raise PeersUnreachable([str(self._layout.servers[0])], silence_secs, "", self._limit)
+            await around.patience.clock.sleep(LOOK_EVERY_SECS)
 
     async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool] = lambda: False) -> None:
         """See `Peers.before_last_save`: the chief waits for its workers, and for nobody who is gone."""
         if not self._layout.is_chief or self._around is None:
             return
+        try:
+            await self._until_workers_end(limit_secs, REJOIN_SECS, hurried)
+        except tf.errors.AbortedError:
+            if self._get_register().workers_at_work:
+                raise
+
+    async def _until_workers_end(self, limit_secs: float, silence_secs: float, hurried: Callable[[], bool]) -> bool:
+        """Wait for the workers that are at work, or about to be.
+
+        Args:
+            limit_secs: The longest wait for them, in seconds.
+            silence_secs: The longest wait for a register that does not answer, in seconds.
+            hurried: Whether to wait no longer.
+
+        Returns:
+            Whether there is nobody to wait for any more; False where the wait was given up.
+
+        Raises:
+            tf.errors.AbortedError: A parameter server is gone, or has begun anew.
+        """
+        assert self._around is not None
         clock, emit = self._around.patience.clock, self._around.emit
         deadline = clock.monotonic() + limit_secs
         gone_since: dict[Member, float] = {}
         coming_since: dict[Member, float] = {}
         told_at, heard_at = -math.inf, clock.monotonic()
         while not hurried():
-            try:
-                reading = await self._look()
-            except tf.errors.AbortedError:
-                return  # a part of the model is gone
+            reading = await self._look()
             if reading is None:  # perhaps it is only slow
-                if clock.monotonic() >= min(deadline, heard_at + REJOIN_SECS):
-                    return
-                await self._hang_up()
+                if clock.monotonic() >= min(deadline, heard_at + silence_secs):
+                    return False
                 await clock.sleep(LOOK_EVERY_SECS)
                 continue
             if not reading.epoch:
-                return  # one has begun anew, without the model
+                raise tf.errors.AbortedError(None, None, "a parameter server has begun anew, without the model")
             heard_at = clock.monotonic()
             states = dict(zip(self._layout.trainers[1:], reading.states[1:], strict=True))
             silent = set(await silent_ones(member for member, state in states.items() if not state.ended))
@@ -337,15 +359,17 @@ class Membership:
                         level="warning",
                         peers=left_out,
                     )
-                return
+                return True
             if now >= told_at + TELL_EVERY_SECS:
                 told_at = now
                 emit("cluster.waiting", f"waiting for the end of {', '.join(awaited)}", peers=awaited)
             await clock.sleep(LOOK_EVERY_SECS)
+        return False
 
     async def leave(self, how: Literal["done", "failed", "lost"]) -> None:
         """See `Peers.leave`."""
         state = {"done": TaskState.DONE, "failed": TaskState.FAILED}.get(how)
+        self.is_in = False
         if self._around is None:
             return
         try:
@@ -386,5 +410,6 @@ class Membership:
                 hanging_up.exception()  # seen: it has nothing to say about a session that nobody needs
 
     async def _side(self, fn: Callable[..., T], label: str, *args: Any) -> T:
-        assert self._around is not None
+        if self._around is None:
+            raise tf.errors.AbortedError(None, None, "the session was closed meanwhile")
         return await self._around.executor.side(fn, *args, label=label)

@@ -83,7 +83,7 @@ class Register:
         self._lock = threading.Lock()
         self._session: tf.compat.v1.Session | None = None
         self._options = tf1.RunOptions(timeout_in_ms=int(CALL_SECS * 1000))
-        self._ended: dict[int, TaskState] = {}  # survives the loss of the parameter server
+        self._known: dict[int, TaskState] = {}  # survives the loss of the parameter server
         self._build()
 
     def _build(self) -> None:
@@ -118,6 +118,11 @@ class Register:
             self._set_state = raw.ResourceScatterUpdate(resource=states, indices=self._index, updates=self._state)
             self._graph.finalize()
 
+    @property
+    def workers_at_work(self) -> bool:
+        """Whether a worker was at work when it was last seen, also by a parameter server that is lost; any thread."""
+        return any(index and state is TaskState.WORKING for index, state in list(self._known.items()))
+
     # ------------------------------------------------------------------ questions and news
 
     def read(self) -> Reading:
@@ -132,7 +137,7 @@ class Register:
             else:
                 epoch, states = self._run(self._read)
                 reading = Reading(epoch.decode(), tuple(TaskState(int(state)) for state in states))
-            self._ended.update((index, state) for index, state in enumerate(reading.states) if state.ended)
+            self._known.update((index, state) for index, state in enumerate(reading.states) if state)
             self.last = reading
             return reading
 
@@ -166,8 +171,8 @@ class Register:
             there = self._run(self._is_there)
             self._run(self._set_epoch, {self._new_epoch: ""})
             if not there:
-                # It has begun anew: who has ended since is known here only.
-                states = [self._ended.get(index, TaskState.UNSEEN) for index in range(len(self._layout.trainers))]
+                # It has begun anew: who was at work, or has ended, is known here only.
+                states = [self._known.get(index, TaskState.UNSEEN) for index in range(len(self._layout.trainers))]
                 self._run(self._set_states, {self._new_states: states})
 
     def open_epoch(self, run: str) -> None:
@@ -187,8 +192,7 @@ class Register:
         """
         index = self._layout.trainers.index(member)
         with self._lock:
-            if not state.ended:
-                self._ended.pop(index, None)
+            self._known[index] = state
             self._run(self._set_state, {self._index: index, self._state: int(state)})
 
     # ------------------------------------------------------------------ the session

@@ -258,8 +258,8 @@ class Task:
         """Wait for the end of the job.
 
         * A parameter server serves until chief and workers are done, or until SIGINT or SIGTERM.
-        * The chief waits until no worker is at work any more; inside of its session, which waits for them at its end
-          anyhow.
+        * The chief waits until no worker is at work any more, or a stop is requested; inside of its session, which
+          waits for them at its end anyhow. A model that is lost meanwhile is recovered as usual.
         * A worker, an evaluator, and whoever is alone, has nothing to wait for.
 
         Cancelling it ends the wait; the server itself lives as long as the process.
@@ -269,6 +269,7 @@ class Task:
 
         Raises:
             PortInUse: Somebody else listens at our address.
+            PeersUnreachable: The chief has not heard of the first parameter server for `outage_secs`.
             RuntimeError: The chief has no session.
 
         Source: `tf.distribute.Server.join`, which no signal ends, and no end of the job.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from asupervisor.errors import ModelLost
@@ -56,7 +57,12 @@ class Beginning:
         return await self._wait(self._max_wait_secs)
 
     async def open_among(
-        self, peers: Peers, executor: DeviceExecutor, patience: Patience, emit: EventSink
+        self,
+        peers: Peers,
+        executor: DeviceExecutor,
+        patience: Patience,
+        emit: EventSink,
+        stopping: Callable[[], bool],
     ) -> tuple[AsyncSession, bool]:
         """A session of a cluster, and whether its model is the live one that was there before.
 
@@ -65,6 +71,7 @@ class Beginning:
             executor: Whose side threads to use.
             patience: The waits of the session.
             emit: Where events go.
+            stopping: Whether everything ends: no other session follows.
         """
         settings = self._settings
         self._master, self._config = self._master or peers.target, peers.configured(self._config)
@@ -80,6 +87,7 @@ class Beginning:
             logdir=settings.logdir,
             afresh=settings.fresh_start or settings.checkpoint_filename_with_path is not None,
             max_wait_secs=self._max_wait_secs,
+            stopping=stopping,
         )
         session, how = await peers.open(ways, around)
         return session, how == "adopted"

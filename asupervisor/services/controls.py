@@ -34,6 +34,11 @@ class SupervisorControls(SupervisorProperties):
         hosted.check_caller(what, sess)
         return hosted
 
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal has ended the session, or the last one; only with `handle_signals`."""
+        return self._hosted is not None and self._hosted.around.signalled
+
     # ------------------------------------------------------------------ services
 
     def start_standard_services(self, sess: AsyncSession) -> list[Service] | None:

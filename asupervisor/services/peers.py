@@ -57,6 +57,7 @@ class Around:
         logdir: The chief's log directory, or None.
         afresh: Whether the first session begins with another model than the live one.
         max_wait_secs: The longest wait for the model at the first start, in seconds.
+        stopping: Whether everything ends: no other session follows this one.
     """
 
     executor: DeviceExecutor
@@ -65,6 +66,7 @@ class Around:
     logdir: str | None
     afresh: bool
     max_wait_secs: float
+    stopping: Callable[[], bool]
 
 
 class ClusterTask(Protocol):
@@ -125,7 +127,11 @@ class Peers(Protocol):
         """
 
     async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool]) -> None:
-        """Wait until nobody changes the model any more, or for as long as nobody is in a hurry."""
+        """Wait until nobody changes the model any more, or for as long as nobody is in a hurry.
+
+        Raises:
+            tf.errors.AbortedError: A parameter server is lost, and somebody is at work.
+        """
 
     async def leave(self, how: Literal["done", "failed", "lost"]) -> None:
         """The session is closed."""

@@ -157,7 +157,9 @@ class SupervisedRun:
             session = await beginning.open()
         else:
             patience = Patience(settings.clock, self._emit, self._coordinator)
-            session, self.adopted = await beginning.open_among(settings.peers, self._executor, patience, self._emit)
+            session, self.adopted = await beginning.open_among(
+                settings.peers, self._executor, patience, self._emit, self._around.coordinator.should_stop
+            )
             if self.adopted and self._store is not None:
                 self._store.claim(None)  # what lies there is an earlier state of this very model
         self._session = session
@@ -374,6 +376,7 @@ class SupervisedRun:
         host, peers = self._host, self._settings.peers
         outcome = self._outcome()
         runs: int | None = None
+        loss: tf.errors.AbortedError | None = None
         if peers is not None:
             self._leaves_as = self._leaving_as(outcome)
             if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
@@ -382,12 +385,20 @@ class SupervisedRun:
             if runs == self._settled_runs:
                 return  # once more, since the session is closed now: the others have been waited for
             if self._leaves_as == "done" and host is not None:
-                await peers.before_last_save(0.8 * host.grace_left, self._is_hurried)
+                try:
+                    await peers.before_last_save(0.8 * host.grace_left, self._is_hurried)
+                except tf.errors.AbortedError as error:
+                    loss = error
                 outcome = self._outcome()
-                self._leaves_as = "lost" if self._is_hurried() else self._leaving_as(outcome)
+                self._leaves_as = "lost" if loss or self._is_hurried() else self._leaving_as(outcome)
         if self._checkpoints is not None and self._settings.saves_by_itself and self._settings.save_on_exit:
             await self._checkpoints.final_save(outcome, host.grace_left if host else None)
         self._settled_runs = runs
+        if loss is not None:  # others go on, so that this is not the end: whoever can begins again
+            try:
+                raise loss
+            finally:
+                loss = None
 
     def _is_hurried(self) -> bool:
         """Whether somebody does not want to wait for other tasks: a signal has come, or a cancellation."""

@@ -170,6 +170,8 @@ def replica(
             say("step", step=int(step))
             if step >= steps:
                 say("trained", step=int(step))
+                if chief == "joins" and task.is_chief:
+                    say("joined", how=await task.join())
                 sv.request_stop()
             await asyncio.sleep(pause_secs)
 

@@ -16,8 +16,14 @@ from asupervisor.checkpoint.catalogue import checkpoints
 from asupervisor.clock import SystemClock
 from asupervisor.cluster.config import layout
 from asupervisor.cluster.joining import _until_others_are_gone
+from asupervisor.cluster.membership import Membership
+from asupervisor.cluster.register import Register, TaskState
 from asupervisor.cluster.running import exit_code
 from asupervisor.errors import telling_line
+from asupervisor.events import log_only
+from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.services.peers import Around
+from asupervisor.session.waiting import Patience
 from tests.cluster.harness import Cluster, Process
 
 families = pytest.mark.parametrize("family", ["monitored", "supervised"])
@@ -45,10 +51,14 @@ def test_a_chief_whose_local_init_is_slow_adopts_the_live_model(cluster: Callabl
     assert not chief.records("session.restored")
 
 
-@families
-def test_a_signal_ends_a_chief_that_waits_for_its_workers(cluster: Callable[..., Cluster], family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "end"), [("monitored", "trains"), ("supervised", "trains"), ("supervised", "joins")]
+)
+def test_a_signal_ends_a_chief_that_waits_for_its_workers(
+    cluster: Callable[..., Cluster], family: str, end: str
+) -> None:
     """It saves, and is expected back: the job is not done."""
-    made = cluster(family=family, save_secs=3600, handle_signals=family == "supervised", stop_grace_secs=120)
+    made = cluster(family=family, save_secs=3600, handle_signals=family == "supervised", stop_grace_secs=120, chief=end)
     server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief", steps=20)
     chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
     before = worker.wait_for("step", since=time.time())["step"]
@@ -212,21 +222,101 @@ def test_a_chief_that_runs_nothing_itself_gets_a_lost_model_back(cluster: Callab
     assert "PeersUnreachable: no answer from /job:ps/task:1" in tasks["chief-0"].text
 
 
-def test_a_chief_that_waits_for_its_workers_ends_when_a_part_of_the_model_is_lost(
-    cluster: Callable[..., Cluster],
+async def test_a_server_whose_very_first_question_failed_is_asked_anew(cluster: Callable[..., Cluster]) -> None:
+    """TensorFlow's session gives the same answer for ever; a chief that runs nothing would never see the model lost."""
+    made = cluster(ps=2)
+    config = tf.compat.v1.ConfigProto(device_filters=["/job:ps"], operation_timeout_in_ms=10_000)
+    executor = DeviceExecutor()
+    server: Any = SimpleNamespace(
+        layout=layout(made.spec, "chief", 0), target=f"grpc://{made.spec['ps'][0]}", configured=lambda: config
+    )
+    membership = Membership(server)
+    membership._around = Around(
+        executor=executor,
+        patience=Patience(SystemClock(), log_only, None),
+        emit=log_only,
+        logdir=None,
+        afresh=False,
+        max_wait_secs=0.0,
+        stopping=lambda: False,
+    )
+    servers = [made.start("ps", index) for index in range(2)]
+    for process in servers:
+        process.wait_for("cluster.serving")
+    await membership._side(membership._get_register().read, "a question to the first server only")
+    servers[1].kill()
+    with pytest.raises(tf.errors.AbortedError, match="no answer from /job:ps/task:1"):
+        await membership._look()
+    made.start("ps", 1).wait_for("cluster.serving")
+    async with asyncio.timeout(20):
+        while (reading := await membership._look()) is None:
+            await asyncio.sleep(0.05)
+    assert reading.epoch == ""
+    await membership._hang_up()
+    await executor.aclose(5.0)
+
+
+@pytest.mark.parametrize(("family", "end"), [("monitored", "joins"), ("supervised", "joins"), ("supervised", "trains")])
+def test_a_chief_that_waits_for_its_workers_gets_a_lost_model_back(
+    cluster: Callable[..., Cluster], family: str, end: str
 ) -> None:
-    """They wait for it; and it is expected back, so that the parameter servers serve on."""
-    made = cluster(ps=2, partitions=2, chief_grace_secs=0.0, chief="joins")
+    """And waits on: what they train until their end is in the last checkpoint."""
+    made = cluster(family=family, ps=2, partitions=2, save_secs=0.4, chief_grace_secs=0.0, chief=end)
     servers = [made.start("ps", 0), made.start("ps", 1)]
-    worker, chief = made.start("worker"), made.start("chief", steps=20)
+    worker, chief = made.start("worker", steps=300), made.start("chief", steps=20)
     chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
     worker.wait_for("step", since=time.time())
     servers[1].kill()
+    killed_at = servers[1].killed_at
     servers[1] = made.start("ps", 1)
-    assert chief.wait(10) == 138
-    again = made.start("chief", steps=last_step(worker) + 30)
-    worker.wait_for("step", since=again.wait_for("ready")["t"])
-    assert all(server.running for server in servers)
+    chief.wait_for("session.restored", since=killed_at)
+    assert worker.wait() == 0
+    assert chief.wait() == 0
+    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker) >= 300
+
+
+def test_a_chief_whose_body_has_ended_is_expected_back_when_a_server_is_lost(cluster: Callable[..., Cluster]) -> None:
+    """Though that server held no part of the model: the worker trains on, and its steps are not to be given up."""
+    made = cluster(ps=3, save_secs=3600, chief_grace_secs=0.0)
+    servers = [made.start("ps", index) for index in range(3)]
+    worker, chief = made.start("worker", steps=400), made.start("chief", steps=20)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    servers[2].kill()
+    servers[2] = made.start("ps", 2)
+    assert chief.wait() == 138
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 20, "what there was is saved"
+    assert worker.running
+    again = made.start("chief", steps=20)
+    assert worker.wait() == 0
+    assert again.wait() == 0
+    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker) >= 400
+    assert [server.wait() for server in servers] == [0, 0, 0]
+
+
+def test_the_chief_remembers_who_was_at_work(cluster: Callable[..., Cluster]) -> None:
+    """A worker that waits for its data does not come in again, and has not ended: it is waited for."""
+    made = cluster(workers=2)
+    parts = layout(made.spec, "chief", 0)
+    config = tf.compat.v1.ConfigProto(device_filters=["/job:ps"], operation_timeout_in_ms=10_000)
+    register = Register(parts, f"grpc://{made.spec['ps'][0]}", config)
+    server = made.start("ps")
+    server.wait_for("cluster.serving")
+    register.close_epoch()
+    register.open_epoch("run")
+    chief, first, second = parts.trainers
+    for member, state in ((chief, TaskState.WORKING), (first, TaskState.WORKING), (second, TaskState.DONE)):
+        register.tell(member, state)
+    seen = register.read().states
+    register.hang_up()
+    server.kill()
+    made.start("ps").wait_for("cluster.serving")
+    assert register.read().epoch == ""
+    register.close_epoch()
+    assert register.read().states == seen == (TaskState.WORKING, TaskState.WORKING, TaskState.DONE)
+    assert register.workers_at_work
+    register.tell(first, TaskState.DONE)
+    assert not register.workers_at_work
+    register.hang_up()
 
 
 @families

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import tensorflow as tf
 from asupervisor import Supervisor, train_loop
 from asupervisor.errors import RecoveryExhausted
 from asupervisor.recovery import NO_PAUSE, Backoff, RecoveryPolicy
+from asupervisor.runtime import signals
 
 tf1 = tf.compat.v1
 pytestmark = pytest.mark.modes
@@ -206,6 +208,39 @@ async def test_a_requested_stop_is_heeded(counter: Make, tmp_path: Path, when: s
             await train_loop(sv, step, recovery=policy)
     assert calls == 1
     assert sv.should_stop()
+
+
+@pytest.mark.parametrize("how", ["by a call", "by a signal"])
+async def test_a_stop_that_is_requested_while_a_lost_session_is_closed_is_heeded(
+    counter: Make, tmp_path: Path, how: str
+) -> None:
+    """The coordinator has stopped then, because of the loss, and nothing in it shows the request."""
+    made = counter()
+    sv = Supervisor(graph=made.graph, logdir=str(tmp_path), handle_signals=True)
+    calls = 0
+    numbers: list[int] = []
+
+    async def asks_at_the_end() -> None:
+        await sv.wait_for_stop()
+        if how == "by a call":
+            sv.request_stop()
+        else:
+            signal.raise_signal(signal.SIGTERM)
+
+    async def step(sess: Any) -> None:
+        nonlocal calls
+        calls += 1
+        sv.start_soon(asks_at_the_end)
+        raise tf.errors.AbortedError(None, None, "lost")
+
+    signals.subscribe(numbers.append)  # so that the signal does not end this process, as `cluster.run` sees to
+    try:
+        with pytest.raises(tf.errors.AbortedError, match="lost"):
+            await train_loop(sv, step, recovery=RecoveryPolicy(backoff=NO_PAUSE, origins=ANY, max_restarts=3))
+    finally:
+        signals.unsubscribe(numbers.append, resend=False)
+    assert calls == 1
+    assert sv.signalled == bool(numbers) == (how == "by a signal")
 
 
 async def test_cancellation(counter: Make, tmp_path: Path) -> None:
