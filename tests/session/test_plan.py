@@ -644,7 +644,7 @@ def test_sessions_with_a_run_of_their_own(model):
         assert raw.runs == 3
 
 
-def test_many_threads(plans, raw, model):
+def test_many_threads(plans, raw, model, variables):
     feed = {model.x: ONES}
     failed = []
 
@@ -665,7 +665,9 @@ def test_many_threads(plans, raw, model):
     for thread in threads:
         thread.join(60)
     assert not failed
-    assert raw.run(model.step) == 6 * (60 + 3)
+    # TensorFlow reads and writes a ref variable without a lock: of two updates at once, one may be lost.
+    steps, most = raw.run(model.step), 6 * (60 + 3)
+    assert steps == most if variables == "resource" else most // 2 < steps <= most
 
 
 def test_dropping_under_running_threads(raw, model):
