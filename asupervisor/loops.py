@@ -46,6 +46,7 @@ async def train_loop(
     A restart is a new managed session: restored from what the last one has saved at its end, its services started
     again. It is a loud event with a counter, comes after a pause, and its number is bounded. Where nothing has been
     saved, a new session would begin with an untrained model: then the error leaves, unless the policy allows it.
+    Where a stop had ended the training before, the new session only saves, after its chief has waited for its workers.
 
     A stop that is requested during the pause, or while the next session starts, ends the loop. Cancelling it cancels
     what it is at.
@@ -75,12 +76,12 @@ async def train_loop(
     )
     if sv.peers is not None:
         sv.peers.allow_reinit = policy.allow_reinit
-    history = RecoveryHistory()
+    history, ended = RecoveryHistory(), False
     task = asyncio.current_task()
     assert task is not None
     cancelling = task.cancelling()
     while True:
-        attempt = _Attempt(sv, first=not history.total)
+        attempt = _Attempt(sv, first=not history.total, ended=ended)
         try:
             await attempt.train(master, lambda sess: async_fn(sess, *arguments, **keywords))
             return
@@ -96,7 +97,7 @@ async def train_loop(
             decision = attempt.decide(policy, history, error)
             if not decision.restart:
                 _explain(decision, error)
-            history, reason = decision.history, describe(error)
+            history, ended, reason = decision.history, attempt.ended, describe(error)
         if not await _pause(sv, decision, reason):
             return
 
@@ -107,13 +108,16 @@ class _Attempt:
     Args:
         sv: The supervisor.
         first: Whether it is the first one. Later ones heed a stop that was requested since the last one ended.
+        ended: Whether the training has ended, and only the end of the session before was lost.
     """
 
-    def __init__(self, sv: Supervisor, *, first: bool) -> None:
+    def __init__(self, sv: Supervisor, *, first: bool, ended: bool) -> None:
         self.origin: Origin = "startup"
         """Where an error came from."""
         self.stopped = False
         """Whether somebody had requested a stop, without an error, when it came; or while the session was closed."""
+        self.ended = ended
+        """Whether a stop has ended the training: what is left is to wait for others, and to save."""
         self._sv = sv
         self._first = first
 
@@ -124,7 +128,7 @@ class _Attempt:
         sess = await block.enter(clear_stop=self._first)
         self.origin = "coordinator"
         try:
-            while not sv.should_stop():
+            while not self.ended and not sv.should_stop():
                 result = step(sess)
                 if inspect.isawaitable(result):
                     await result
@@ -136,6 +140,7 @@ class _Attempt:
             if not await self._leave(block, error):
                 raise
         else:
+            self.ended = self.ended or sv.coord.error is None
             await self._leave(block, None)
 
     async def _leave(self, block: Block[AsyncSession], error: BaseException | None) -> bool:

@@ -284,17 +284,20 @@ class Membership:
 
         Raises:
             PeersUnreachable: The first parameter server has not answered for `outage_secs`.
+            BaseException: Why everything stops, where that is an error: the workers may be at work.
         """
         around, silence_secs = self._around, self._task.outage_secs
         assert around is not None
-        while not around.stopping():
+        stopping = around.coordinator.should_stop
+        while not stopping():
             with contextlib.suppress(tf.errors.AbortedError):  # the watch sees the loss, too: another session follows
                 if self.is_in:
-                    if await self._until_workers_end(math.inf, silence_secs, around.stopping):
+                    if await self._until_workers_end(math.inf, silence_secs, stopping):
                         return
-                    if not around.stopping():
+                    if not stopping():
                         raise PeersUnreachable([str(self._layout.servers[0])], silence_secs, "", self._limit)
             await around.patience.clock.sleep(LOOK_EVERY_SECS)
+        around.coordinator.raise_requested_exception()
 
     async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool] = lambda: False) -> None:
         """See `Peers.before_last_save`: the chief waits for its workers, and for nobody who is gone."""

@@ -171,8 +171,9 @@ class Register:
             there = self._run(self._is_there)
             self._run(self._set_epoch, {self._new_epoch: ""})
             if not there:
-                # It has begun anew: who was at work, or has ended, is known here only.
-                states = [self._known.get(index, TaskState.UNSEEN) for index in range(len(self._layout.trainers))]
+                # It has begun anew: who was at work, or has ended, is known here only. We ourselves come in.
+                known = [self._known.get(index, TaskState.UNSEEN) for index in range(len(self._layout.trainers))]
+                states = [TaskState.UNSEEN, *known[1:]]
                 self._run(self._set_states, {self._new_states: states})
 
     def open_epoch(self, run: str) -> None:

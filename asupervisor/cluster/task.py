@@ -259,7 +259,8 @@ class Task:
 
         * A parameter server serves until chief and workers are done, or until SIGINT or SIGTERM.
         * The chief waits until no worker is at work any more, or a stop is requested; inside of its session, which
-          waits for them at its end anyhow. A model that is lost meanwhile is recovered as usual.
+          waits for them at its end anyhow. A monitored session recovers a model that is lost meanwhile, and the wait
+          goes on; under a Supervisor the loss is raised here, too, and `train_loop` recovers.
         * A worker, an evaluator, and whoever is alone, has nothing to wait for.
 
         Cancelling it ends the wait; the server itself lives as long as the process.
@@ -271,6 +272,7 @@ class Task:
             PortInUse: Somebody else listens at our address.
             PeersUnreachable: The chief has not heard of the first parameter server for `outage_secs`.
             RuntimeError: The chief has no session.
+            BaseException: What the session of the chief stops with, if that is an error.
 
         Source: `tf.distribute.Server.join`, which no signal ends, and no end of the job.
         """

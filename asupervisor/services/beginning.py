@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from asupervisor.errors import ModelLost
 from asupervisor.events import EventSink
+from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.runtime.host import KILL_GRACE_SECS
 from asupervisor.services.peers import Around, Peers, Ways
@@ -62,7 +62,7 @@ class Beginning:
         executor: DeviceExecutor,
         patience: Patience,
         emit: EventSink,
-        stopping: Callable[[], bool],
+        coordinator: Coordinator,
     ) -> tuple[AsyncSession, bool]:
         """A session of a cluster, and whether its model is the live one that was there before.
 
@@ -71,7 +71,7 @@ class Beginning:
             executor: Whose side threads to use.
             patience: The waits of the session.
             emit: Where events go.
-            stopping: Whether everything ends: no other session follows.
+            coordinator: Its stop without an error ends everything: no other session follows.
         """
         settings = self._settings
         self._master, self._config = self._master or peers.target, peers.configured(self._config)
@@ -87,7 +87,7 @@ class Beginning:
             logdir=settings.logdir,
             afresh=settings.fresh_start or settings.checkpoint_filename_with_path is not None,
             max_wait_secs=self._max_wait_secs,
-            stopping=stopping,
+            coordinator=coordinator,
         )
         session, how = await peers.open(ways, around)
         return session, how == "adopted"

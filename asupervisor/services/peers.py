@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from asupervisor.errors import SessionNotReady
 from asupervisor.events import EventSink
+from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.session.readiness import uninitialised_in
 from asupervisor.session.session import AsyncSession
@@ -57,7 +58,7 @@ class Around:
         logdir: The chief's log directory, or None.
         afresh: Whether the first session begins with another model than the live one.
         max_wait_secs: The longest wait for the model at the first start, in seconds.
-        stopping: Whether everything ends: no other session follows this one.
+        coordinator: Its stop without an error ends everything: no other session follows this one.
     """
 
     executor: DeviceExecutor
@@ -66,7 +67,7 @@ class Around:
     logdir: str | None
     afresh: bool
     max_wait_secs: float
-    stopping: Callable[[], bool]
+    coordinator: Coordinator
 
 
 class ClusterTask(Protocol):

@@ -158,7 +158,7 @@ class SupervisedRun:
         else:
             patience = Patience(settings.clock, self._emit, self._coordinator)
             session, self.adopted = await beginning.open_among(
-                settings.peers, self._executor, patience, self._emit, self._around.coordinator.should_stop
+                settings.peers, self._executor, patience, self._emit, self._around.coordinator
             )
             if self.adopted and self._store is not None:
                 self._store.claim(None)  # what lies there is an earlier state of this very model

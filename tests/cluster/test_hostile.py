@@ -21,6 +21,7 @@ from asupervisor.cluster.register import Register, TaskState
 from asupervisor.cluster.running import exit_code
 from asupervisor.errors import telling_line
 from asupervisor.events import log_only
+from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.services.peers import Around
 from asupervisor.session.waiting import Patience
@@ -226,9 +227,12 @@ async def test_a_server_whose_very_first_question_failed_is_asked_anew(cluster: 
     """TensorFlow's session gives the same answer for ever; a chief that runs nothing would never see the model lost."""
     made = cluster(ps=2)
     config = tf.compat.v1.ConfigProto(device_filters=["/job:ps"], operation_timeout_in_ms=10_000)
-    executor = DeviceExecutor()
+    executor, coordinator = DeviceExecutor(), Coordinator()
     server: Any = SimpleNamespace(
-        layout=layout(made.spec, "chief", 0), target=f"grpc://{made.spec['ps'][0]}", configured=lambda: config
+        layout=layout(made.spec, "chief", 0),
+        target=f"grpc://{made.spec['ps'][0]}",
+        configured=lambda: config,
+        outage_secs=10.0,
     )
     membership = Membership(server)
     membership._around = Around(
@@ -238,7 +242,7 @@ async def test_a_server_whose_very_first_question_failed_is_asked_anew(cluster: 
         logdir=None,
         afresh=False,
         max_wait_secs=0.0,
-        stopping=lambda: False,
+        coordinator=coordinator,
     )
     servers = [made.start("ps", index) for index in range(2)]
     for process in servers:
@@ -252,6 +256,13 @@ async def test_a_server_whose_very_first_question_failed_is_asked_anew(cluster: 
         while (reading := await membership._look()) is None:
             await asyncio.sleep(0.05)
     assert reading.epoch == ""
+    # Nor does the wait for the workers end well because the session stops with an error.
+    membership.is_in = True
+    loss = tf.errors.AbortedError(None, None, "lost")
+    coordinator.request_stop(loss)
+    with pytest.raises(tf.errors.AbortedError) as raised:
+        await membership.wait_for_workers()
+    assert raised.value is loss
     await membership._hang_up()
     await executor.aclose(5.0)
 
@@ -293,6 +304,22 @@ def test_a_chief_whose_body_has_ended_is_expected_back_when_a_server_is_lost(clu
     assert [server.wait() for server in servers] == [0, 0, 0]
 
 
+def test_a_training_that_has_ended_takes_no_step_after_a_loss(cluster: Callable[..., Cluster]) -> None:
+    """The same under `train_loop`, which begins again by itself: to wait for the worker, and to save."""
+    made = cluster(family="supervised", ps=3, save_secs=3600, chief_grace_secs=0.0)
+    servers = [made.start("ps", index) for index in range(3)]
+    worker, chief = made.start("worker", steps=300), made.start("chief", steps=20)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    servers[2].kill()
+    lost_at = time.time()
+    made.start("ps", 2)
+    chief.wait_for("cluster.adopted", since=lost_at)
+    assert worker.wait() == 0
+    assert chief.wait() == 0
+    assert not chief.records("step", since=lost_at)
+    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker) >= 300
+
+
 def test_the_chief_remembers_who_was_at_work(cluster: Callable[..., Cluster]) -> None:
     """A worker that waits for its data does not come in again, and has not ended: it is waited for."""
     made = cluster(workers=2)
@@ -312,7 +339,8 @@ def test_the_chief_remembers_who_was_at_work(cluster: Callable[..., Cluster]) ->
     made.start("ps").wait_for("cluster.serving")
     assert register.read().epoch == ""
     register.close_epoch()
-    assert register.read().states == seen == (TaskState.WORKING, TaskState.WORKING, TaskState.DONE)
+    assert register.read().states[1:] == seen[1:] == (TaskState.WORKING, TaskState.DONE)
+    assert register.read().states[0] is TaskState.UNSEEN, "it comes in, whatever it was"
     assert register.workers_at_work
     register.tell(first, TaskState.DONE)
     assert not register.workers_at_work

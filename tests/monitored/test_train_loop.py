@@ -210,6 +210,28 @@ async def test_a_requested_stop_is_heeded(counter: Make, tmp_path: Path, when: s
     assert sv.should_stop()
 
 
+async def test_after_a_stop_a_loss_at_the_end_takes_no_further_step(counter: Make, tmp_path: Path) -> None:
+    """The training has ended; the next session is there for what was lost: the waits of the end, and the save."""
+    made = counter()
+    sv = Supervisor(graph=made.graph, logdir=str(tmp_path))
+    calls = 0
+
+    async def lost_at_the_end() -> None:
+        await sv.wait_for_stop()
+        raise tf.errors.AbortedError(None, None, "lost")
+
+    async def step(sess: Any) -> None:
+        nonlocal calls
+        calls += 1
+        sv.start_soon(lost_at_the_end)
+        await sess.run(made.train)
+        sv.request_stop()
+
+    await train_loop(sv, step, recovery=RecoveryPolicy(backoff=NO_PAUSE, origins=ANY, max_restarts=3))
+    assert calls == 1
+    assert tf.train.latest_checkpoint(str(tmp_path)).endswith("-1")
+
+
 @pytest.mark.parametrize("how", ["by a call", "by a signal"])
 async def test_a_stop_that_is_requested_while_a_lost_session_is_closed_is_heeded(
     counter: Make, tmp_path: Path, how: str
