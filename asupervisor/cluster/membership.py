@@ -250,10 +250,7 @@ class Membership:
             while True:
                 await around.patience.clock.sleep(WATCH_EVERY_SECS)
                 reading = await self._look()
-                if self._layout.is_chief:
-                    if reading is not None and not reading.epoch:
-                        raise tf.errors.AbortedError(None, None, "a parameter server has begun anew, without the model")
-                elif reading is not None and reading.epoch != self._epoch:
+                if reading is not None and not self._layout.is_chief and reading.epoch != self._epoch:
                     raise tf.errors.AbortedError(None, None, f"{self._layout.chief} makes the model anew")
 
     async def _look(self) -> Reading | None:
@@ -264,7 +261,7 @@ class Membership:
         """
         register, is_chief = self._get_register(), self._layout.is_chief
         try:
-            return await self._side(register.read_all if is_chief else register.read, "read the register")
+            reading = await self._side(register.read_all if is_chief else register.read, "read the register")
         except tf.errors.OpError as error:
             if is_chief:
                 gone = await silent_ones(self._layout.servers)
@@ -276,6 +273,9 @@ class Membership:
             # A session whose first question to a server has failed fails for ever, though the server is back.
             await self._hang_up()
             return None
+        if is_chief and not reading.epoch:
+            raise tf.errors.AbortedError(None, None, "a parameter server has begun anew, without the model")
+        return reading
 
     # ------------------------------------------------------------------ out
 
@@ -336,8 +336,6 @@ class Membership:
                     return False
                 await clock.sleep(LOOK_EVERY_SECS)
                 continue
-            if not reading.epoch:
-                raise tf.errors.AbortedError(None, None, "a parameter server has begun anew, without the model")
             heard_at = clock.monotonic()
             states = dict(zip(self._layout.trainers[1:], reading.states[1:], strict=True))
             silent = set(await silent_ones(member for member, state in states.items() if not state.ended))

@@ -91,11 +91,16 @@ def replica(
     handle_signals: bool = False,
     local_init_secs: float = 0.0,
     chief: str = "trains",
+    until: str | None = None,
 ) -> None:
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
+    Training ends at a step, or once the file `until` is there.
     A chief that does not train until the end "idles", or "joins" its workers after its steps.
     """
+
+    def told_to_end() -> bool:
+        return until is not None and os.path.exists(until)
 
     async def main() -> None:
         task = cluster.Task.from_tf_config(
@@ -134,7 +139,7 @@ def replica(
             say("ready", step=step)
             while chief == "idles" and task.is_chief and not sess.should_stop():
                 await asyncio.sleep(0.01)
-            while step < steps and not sess.should_stop():
+            while step < steps and not told_to_end() and not sess.should_stop():
                 try:
                     step, _ = await sess.run([model.step, model.train], model.feed)
                     say("step", step=int(step))
@@ -168,7 +173,7 @@ def replica(
                 return
             step, _ = await sess.run([model.step, model.train], model.feed)
             say("step", step=int(step))
-            if step >= steps:
+            if step >= steps or told_to_end():
                 say("trained", step=int(step))
                 if chief == "joins" and task.is_chief:
                     say("joined", how=await task.join())

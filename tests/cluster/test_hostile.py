@@ -252,10 +252,10 @@ async def test_a_server_whose_very_first_question_failed_is_asked_anew(cluster: 
     with pytest.raises(tf.errors.AbortedError, match="no answer from /job:ps/task:1"):
         await membership._look()
     made.start("ps", 1).wait_for("cluster.serving")
-    async with asyncio.timeout(20):
-        while (reading := await membership._look()) is None:
-            await asyncio.sleep(0.05)
-    assert reading.epoch == ""
+    with pytest.raises(tf.errors.AbortedError, match="has begun anew, without the model"):
+        async with asyncio.timeout(20):
+            while await membership._look() is None:
+                await asyncio.sleep(0.05)
     # Nor does the wait for the workers end well because the session stops with an error.
     membership.is_in = True
     loss = tf.errors.AbortedError(None, None, "lost")
@@ -274,23 +274,28 @@ def test_a_chief_that_waits_for_its_workers_gets_a_lost_model_back(
     """And waits on: what they train until their end is in the last checkpoint."""
     made = cluster(family=family, ps=2, partitions=2, save_secs=0.4, chief_grace_secs=0.0, chief=end)
     servers = [made.start("ps", 0), made.start("ps", 1)]
-    worker, chief = made.start("worker", steps=300), made.start("chief", steps=20)
+    end = made.logdir.with_name("end")
+    worker, chief = made.start("worker", until=str(end)), made.start("chief", steps=20)
     chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
     worker.wait_for("step", since=time.time())
     servers[1].kill()
     killed_at = servers[1].killed_at
     servers[1] = made.start("ps", 1)
-    chief.wait_for("session.restored", since=killed_at)
+    restored = chief.wait_for("session.restored", since=killed_at)
+    worker.wait_for("step", since=restored["t"])
+    assert chief.running
+    end.touch()
     assert worker.wait() == 0
     assert chief.wait() == 0
-    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker) >= 300
+    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker)
 
 
 def test_a_chief_whose_body_has_ended_is_expected_back_when_a_server_is_lost(cluster: Callable[..., Cluster]) -> None:
     """Though that server held no part of the model: the worker trains on, and its steps are not to be given up."""
     made = cluster(ps=3, save_secs=3600, chief_grace_secs=0.0)
     servers = [made.start("ps", index) for index in range(3)]
-    worker, chief = made.start("worker", steps=400), made.start("chief", steps=20)
+    end = made.logdir.with_name("end")
+    worker, chief = made.start("worker", until=str(end)), made.start("chief", steps=20)
     chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
     servers[2].kill()
     servers[2] = made.start("ps", 2)
@@ -298,9 +303,11 @@ def test_a_chief_whose_body_has_ended_is_expected_back_when_a_server_is_lost(clu
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20, "what there was is saved"
     assert worker.running
     again = made.start("chief", steps=20)
+    again.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    end.touch()
     assert worker.wait() == 0
     assert again.wait() == 0
-    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker) >= 400
+    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker)
     assert [server.wait() for server in servers] == [0, 0, 0]
 
 
@@ -308,16 +315,19 @@ def test_a_training_that_has_ended_takes_no_step_after_a_loss(cluster: Callable[
     """The same under `train_loop`, which begins again by itself: to wait for the worker, and to save."""
     made = cluster(family="supervised", ps=3, save_secs=3600, chief_grace_secs=0.0)
     servers = [made.start("ps", index) for index in range(3)]
-    worker, chief = made.start("worker", steps=300), made.start("chief", steps=20)
+    end = made.logdir.with_name("end")
+    worker, chief = made.start("worker", until=str(end)), made.start("chief", steps=20)
     chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
     servers[2].kill()
     lost_at = time.time()
     made.start("ps", 2)
-    chief.wait_for("cluster.adopted", since=lost_at)
+    adopted = chief.wait_for("cluster.adopted", since=lost_at)
+    chief.wait_for("cluster.waiting", since=adopted["t"], where=is_waiting_for_workers)
+    end.touch()
     assert worker.wait() == 0
     assert chief.wait() == 0
     assert not chief.records("step", since=lost_at)
-    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker) >= 300
+    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker)
 
 
 def test_the_chief_remembers_who_was_at_work(cluster: Callable[..., Cluster]) -> None:
