@@ -790,8 +790,8 @@ def test_a_launcher_killed_while_it_starts_leaves_nothing(launch: Callable[..., 
 def test_nobody_takes_the_output_and_a_second_signal_ends_it_all(launch: Callable[..., Launched]) -> None:
     launched = launch({"chief": "say('ready')\nwhile True: print('x' * 1000)"})
     launched.seen("[launch] chief/0 is process")
-    pid = int(launched.lines[-1].split()[-1])
+    chief = psutil.Process(int(launched.lines[-1].split()[-1]))
     launched.process.send_signal(signal.SIGTERM)
-    assert ends(psutil.Process(pid))
+    assert ends(chief)
     launched.process.send_signal(signal.SIGTERM)
     assert launched.process.wait(30) == 143
