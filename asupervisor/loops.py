@@ -145,12 +145,12 @@ class _Attempt:
 
     async def _leave(self, block: Block[AsyncSession], error: BaseException | None) -> bool:
         """Leave the session; the coordinator has stopped, and does not tell of a stop that is requested meanwhile."""
-        sv = self._sv
-        asked = sv.stops_asked
+        coord = self._sv.coord
+        asked = coord.stops_asked
         try:
             return await block.exit(error)
         finally:
-            self.stopped = self.stopped or sv.stops_asked != asked
+            self.stopped = self.stopped or coord.stops_asked != asked
             del block, error
 
     def decide(self, policy: RecoveryPolicy, history: RecoveryHistory, error: Exception) -> Decision:

@@ -277,8 +277,6 @@ class Supervisor(SupervisorControls):
             save_model_secs=save_model_secs,
         )
         self._hosted: HostedRun | None = None  # the present session, or the last one
-        self.stops_asked = 0
-        """How often `request_stop` was called without an error, also while everything stopped anyway."""
         graph.finalize()
 
     # ------------------------------------------------------------------ sessions
@@ -414,7 +412,6 @@ class Supervisor(SupervisorControls):
 
         See `Coordinator.request_stop`.
         """
-        self.stops_asked += ex is None
         self.coord.request_stop(ex)
 
     def should_stop(self) -> bool:

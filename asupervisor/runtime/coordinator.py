@@ -67,6 +67,8 @@ class Coordinator:
         self._stop = False
         self._joined = False
         self._rung = False  # a drain is on its way
+        self.stops_asked = 0
+        """How often `request_stop` was called without an error, also while everything stopped anyway."""
         self._reports = Reports(clean_stop_exception_types, self.consequence_types)
         self._drain_lock = threading.RLock()  # never taken by request_stop; a sink may look at us while we drain
         self._stop_seen_at: float | None = None
@@ -91,10 +93,11 @@ class Coordinator:
             TypeError: `ex` is neither.
             BaseException: `ex` itself, where the coordinator was already joined, since nobody else would see it.
         """
+        self.stops_asked += ex is None
         self.report(ex, "request_stop")
 
     def report(self, ex: BaseException | ExcInfo | None, where: str) -> None:
-        """`request_stop`, naming who reports; for services of this library."""
+        """`request_stop`, naming who reports; for this library itself, whose stops nobody has asked for."""
         if ex is None:
             self._set_stop()
             return

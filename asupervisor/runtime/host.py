@@ -280,7 +280,7 @@ class Host(Generic[T]):
     def hurry(self) -> None:
         """Whoever waits for the end was cancelled: no more grace for the services; twice: none for the last words."""
         self._waits.interrupt()
-        self.coordinator.request_stop()
+        self.coordinator.report(None, "interrupt")
         self._on_stop()
         self._grace.cancel()
         self._services.cancel()
@@ -297,7 +297,7 @@ class Host(Generic[T]):
 
     def close(self) -> None:
         """Ask for the end: stop, settle, release. `join` waits for it."""
-        self.coordinator.request_stop()
+        self.coordinator.report(None, "close")
         self.coordinator.drain()
         self._on_stop()  # where an interrupt has hit the drain that should have called it
         set_done(self._at.body_done)

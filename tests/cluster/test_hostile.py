@@ -89,11 +89,13 @@ def test_the_last_save_is_made_once(cluster: Callable[..., Cluster], family: str
 @pytest.mark.full
 def test_a_chief_waits_on_where_the_register_is_slow_for_a_moment(cluster: Callable[..., Cluster]) -> None:
     made = cluster(save_secs=3600)
-    server, worker, chief = made.start("ps"), made.start("worker", steps=120), made.start("chief", steps=20)
+    end = made.logdir.with_name("end")
+    server, worker, chief = made.start("ps"), made.start("worker", until=str(end)), made.start("chief", steps=20)
     chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
     server.freeze()
     time.sleep(2.6)  # longer than one question may take
     server.thaw()
+    end.touch()
     for task in (worker, chief, server):
         assert task.wait() == 0
     assert not chief.records("cluster.workers_left")

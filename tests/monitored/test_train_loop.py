@@ -232,7 +232,7 @@ async def test_after_a_stop_a_loss_at_the_end_takes_no_further_step(counter: Mak
     assert tf.train.latest_checkpoint(str(tmp_path)).endswith("-1")
 
 
-@pytest.mark.parametrize("how", ["by a call", "by a signal"])
+@pytest.mark.parametrize("how", ["by a call", "by the coordinator", "by a signal"])
 async def test_a_stop_that_is_requested_while_a_lost_session_is_closed_is_heeded(
     counter: Make, tmp_path: Path, how: str
 ) -> None:
@@ -246,6 +246,8 @@ async def test_a_stop_that_is_requested_while_a_lost_session_is_closed_is_heeded
         await sv.wait_for_stop()
         if how == "by a call":
             sv.request_stop()
+        elif how == "by the coordinator":
+            sv.coord.request_stop()
         else:
             signal.raise_signal(signal.SIGTERM)
 
