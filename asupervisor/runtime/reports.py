@@ -151,7 +151,7 @@ def tell(kind: str, report: Report, emit: EventSink) -> None:
     elif kind == "stop.error":
         emit(
             kind,
-            f"{where} failed, everything stops: {describe(error)}",
+            f"{where} failed, a stop is requested: {describe(error)}",
             level="error",
             where=where,
             error=describe(error),
