@@ -17,6 +17,7 @@ from asupervisor.runtime.looper import check_arguments
 
 if TYPE_CHECKING:
     from asupervisor.runtime.block import Block
+    from asupervisor.services.run import SupervisedRun
     from asupervisor.session.session import AsyncSession
     from asupervisor.supervisor import Supervisor
 
@@ -46,7 +47,8 @@ async def train_loop(
     A restart is a new managed session: restored from what the last one has saved at its end, its services started
     again. It is a loud event with a counter, comes after a pause, and its number is bounded. Where nothing has been
     saved, a new session would begin with an untrained model: then the error leaves, unless the policy allows it.
-    Where a stop had ended the training before, the new session only saves, after its chief has waited for its workers.
+    Where a stop had ended the training before, the new session only saves, after its chief has waited for its workers;
+    but if steps are lost that were not saved any more, and nobody else is at work, the error leaves.
 
     A stop that is requested during the pause, or while the next session starts, ends the loop. Cancelling it cancels
     what it is at.
@@ -76,12 +78,13 @@ async def train_loop(
     )
     if sv.peers is not None:
         sv.peers.allow_reinit = policy.allow_reinit
-    history, ended = RecoveryHistory(), False
+    history = RecoveryHistory()
+    attempt: _Attempt | None = None
     task = asyncio.current_task()
     assert task is not None
     cancelling = task.cancelling()
     while True:
-        attempt = _Attempt(sv, first=not history.total, ended=ended)
+        attempt = _Attempt(sv, attempt)
         try:
             await attempt.train(master, lambda sess: async_fn(sess, *arguments, **keywords))
             return
@@ -97,7 +100,8 @@ async def train_loop(
             decision = attempt.decide(policy, history, error)
             if not decision.restart:
                 _explain(decision, error)
-            history, ended, reason = decision.history, attempt.ended, describe(error)
+            history, reason = decision.history, describe(error)
+            attempt.lost_by(error)
         if not await _pause(sv, decision, reason):
             return
 
@@ -107,27 +111,32 @@ class _Attempt:
 
     Args:
         sv: The supervisor.
-        first: Whether it is the first one. Later ones heed a stop that was requested since the last one ended.
-        ended: Whether the training has ended, and only the end of the session before was lost.
+        after: The one before, whose session was lost, or None. A stop that was requested since then is heeded.
     """
 
-    def __init__(self, sv: Supervisor, *, first: bool, ended: bool) -> None:
+    def __init__(self, sv: Supervisor, after: _Attempt | None) -> None:
         self.origin: Origin = "startup"
         """Where an error came from."""
         self.stopped = False
-        """Whether somebody had requested a stop, without an error, when it came; or while the session was closed."""
-        self.ended = ended
-        """Whether a stop has ended the training: what is left is to wait for others, and to save."""
+        """Whether somebody has requested a stop, without an error, beside the error that left the session."""
+        self.ended: bool = after is not None and after.ended
+        """Whether a clean stop has ended the training: what is left is to wait for others, and to save."""
+        self.unsaved: Exception | None = None if after is None else after.unsaved
+        """What the session was lost by, when the training had ended and was not saved."""
+        self.run: SupervisedRun | None = None if after is None else after.run
+        """The parts of the session, or of the last one that there was."""
         self._sv = sv
-        self._first = first
+        self._first = after is None
 
     async def train(self, master: str, step: Callable[[Any], Any]) -> None:
         """Call `step` in a session of its own until the stop."""
-        sv = self._sv
+        sv, coord = self._sv, self._sv.coord
         block = sv.managed_session(master)
         sess = await block.enter(clear_stop=self._first)
         self.origin = "coordinator"
+        asked = coord.stops_asked
         try:
+            self._begin()
             while not self.ended and not sv.should_stop():
                 result = step(sess)
                 if inspect.isawaitable(result):
@@ -136,22 +145,58 @@ class _Attempt:
                     await asyncio.sleep(0)
         except BaseException as error:
             self.origin = "run" if _tf.raised_by_session(error) else "step_fn"
-            self.stopped = sv.should_stop() and sv.coord.error is None
-            if not await self._leave(block, error):
+            if coord.error is None and isinstance(error, coord.clean_stop_exception_types):
+                self.ended, asked = True, coord.stops_asked
+            else:
+                self.stopped = self.stopped or (sv.should_stop() and coord.error is None)
+            if not await self._leave(block, error, asked):
                 raise
         else:
-            self.ended = self.ended or sv.coord.error is None
-            await self._leave(block, None)
+            if coord.error is None:
+                self.ended, asked = True, coord.stops_asked
+            await self._leave(block, None, asked)
 
-    async def _leave(self, block: Block[AsyncSession], error: BaseException | None) -> bool:
-        """Leave the session; the coordinator has stopped, and does not tell of a stop that is requested meanwhile."""
-        coord = self._sv.coord
-        asked = coord.stops_asked
+    def _begin(self) -> None:
+        """Tell what became of the model.
+
+        Raises:
+            Exception: What the session before was lost by, if nobody would train again what is lost with it.
+        """
+        before, self.run = self.run, self._sv.last_run
+        assert self.run is not None
+        if before is None:
+            return
+        step = self.run.start_step
+        self._sv.coord.emit(
+            "session.recovered",
+            f"recovered: {self.run.found}"
+            + ("" if step is None else f", at step {step}")
+            + (before.past and f" ({before.past})"),
+            level="warning",
+            restored=self.run.restored_from is not None,
+            step=step,
+            seen_step=before.last_step,
+        )
+        if self.unsaved is not None and not self.run.goes_on:
+            self.stopped = True
+            self.unsaved.add_note(
+                "asupervisor: not recovered from: the training had ended, and its last steps were lost before they "
+                "were saved. Start it again to train them"
+            )
+            raise self.unsaved
+
+    async def _leave(self, block: Block[AsyncSession], error: BaseException | None, asked: int) -> bool:
+        """Leave the session. Once there is an error, the coordinator tells of no stop beside it, but counts them."""
         try:
             return await block.exit(error)
         finally:
-            self.stopped = self.stopped or coord.stops_asked != asked
+            self.stopped = self.stopped or self._sv.coord.stops_asked != asked
             del block, error
+
+    def lost_by(self, error: Exception) -> None:
+        """The session was lost, and is to be replaced."""
+        if self.ended and self.origin != "startup":
+            self.unsaved = None if self.run is not None and self.run.settled else error
 
     def decide(self, policy: RecoveryPolicy, history: RecoveryHistory, error: Exception) -> Decision:
         """Whether to begin again after an error that left the session."""

@@ -76,8 +76,9 @@ async def train(
                     progress.update()
             test_accuracy = await test(session, model, data)
     finally:
-        if step < steps:
-            print(f"Stopped; the last checkpoint is {supervisor.status().last_checkpoint}", file=sys.stderr)
+        saved = supervisor.status().last_checkpoint
+        if step < steps and saved is not None:
+            print(f"Stopped; the last checkpoint is {saved}", file=sys.stderr)
     return {"global_step": step, "start_step": start_step, "test_accuracy": test_accuracy}
 
 

@@ -14,7 +14,7 @@ from asupervisor.cluster.processes import Process
 Role = Literal["chief", "worker", "ps", "evaluator"]
 
 #: From this exit status on a failure is worth another try: 128 + n stands for signal n. A task of asupervisor's that
-#: gives up on lost peers ends with 138, one that was told to end by SIGTERM with 143.
+#: gives up on lost peers, or on what is not free, ends with 138, one that was told to end by SIGTERM with 143.
 RETRYABLE_STATUS = 128
 
 
@@ -131,7 +131,7 @@ def describe_end(returncode: int) -> str:
     if returncode == 0:
         return "is done"
     if returncode == 138:
-        return "gave up on lost peers (exit status 138)"
+        return "gave up for now (exit status 138)"
     if returncode > 128 and (name := _signal_name(returncode - 128)).startswith("SIG"):
         return f"ended with exit status {returncode}, as after {name}"
     return f"failed with exit status {returncode}"

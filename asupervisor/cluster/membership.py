@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.checkpoint import files as fs
+from asupervisor.clock import Clock
 from asupervisor.cluster.config import Layout, Member
 from asupervisor.cluster.probing import answers, silent_ones
 from asupervisor.cluster.register import Reading, Register, TaskState
@@ -99,6 +100,11 @@ class Membership:
         return self.allow_reinit or not self._was_ready
 
     @property
+    def others_at_work(self) -> bool:
+        """See `Peers.others_at_work`."""
+        return self._layout.is_chief and self._get_register().workers_at_work
+
+    @property
     def _limit(self) -> str:
         """What limits the wait for others, for messages."""
         return "outage_secs of the cluster's task" if self._was_ready else "max_wait_secs"
@@ -154,9 +160,7 @@ class Membership:
             if now >= deadline:
                 raise PeersUnreachable(names, now - begun, reason, self._limit)
             if polls.tell(" ".join(names), now):
-                around.emit(
-                    "cluster.waiting", f"waiting for {', '.join(names)}", peers=names, waited_secs=round(now - begun, 1)
-                )
+                _tell_of_wait(around, names, "", now - begun)
             await patience.pause(min(polls.next(), max(0.0, deadline - now)))
 
     async def _as_chief(self, ways: Ways, around: Around, begun: float, deadline: float) -> tuple[AsyncSession, How]:
@@ -207,7 +211,7 @@ class Membership:
                 waited_secs = patience.clock.monotonic() - begun
                 raise _tf.SessionNotReady([f"the model, by {chief}"], round(waited_secs, 1))
             elif polls.tell(chief, patience.clock.monotonic()):
-                around.emit("cluster.waiting", f"waiting for {chief} to make the model ready", peers=[chief])
+                _tell_of_wait(around, [chief], " to make the model ready", patience.clock.monotonic() - begun)
             await patience.pause(min(polls.next(), max(0.05, left_secs)))
 
     async def _introduce(self, session: AsyncSession) -> None:
@@ -280,36 +284,59 @@ class Membership:
     # ------------------------------------------------------------------ out
 
     async def wait_for_workers(self) -> None:
-        """Wait until no worker is at work any more, over recoveries of the session; see `Task.join`.
+        """Wait until no worker is at work any more, or everything stops, over recoveries of the session.
+
+        See `Task.join`.
 
         Raises:
-            PeersUnreachable: The first parameter server has not answered for `outage_secs`.
+            PeersUnreachable: A parameter server has not answered for `outage_secs`.
             BaseException: Why everything stops, where that is an error: the workers may be at work.
         """
-        around, silence_secs = self._around, self._task.outage_secs
-        assert around is not None
-        stopping = around.coordinator.should_stop
-        while not stopping():
+        assert self._around is not None
+        coordinator, error = self._around.coordinator, None
+
+        def stop() -> None:
+            nonlocal error
+            error = coordinator.error  # now: whoever closes the session forgets it
+            scope.cancel()
+
+        with anyio.CancelScope() as scope:
+            coordinator.add_stop_callback(stop)
+            try:
+                await self._until_nobody_works(self._around.patience.clock)
+            finally:
+                coordinator.remove_stop_callback(stop)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                error = None
+
+    async def _until_nobody_works(self, clock: Clock) -> None:
+        silence_secs = self._task.outage_secs
+        while True:
             with contextlib.suppress(tf.errors.AbortedError):  # the watch sees the loss, too: another session follows
                 if self.is_in:
-                    if await self._until_workers_end(math.inf, silence_secs, stopping):
+                    if await self._until_workers_end(math.inf, silence_secs):
                         return
-                    if not stopping():
-                        raise PeersUnreachable([str(self._layout.servers[0])], silence_secs, "", self._limit)
-            await around.patience.clock.sleep(LOOK_EVERY_SECS)
-        around.coordinator.raise_requested_exception()
+                    names = [str(server) for server in self._layout.servers]
+                    raise PeersUnreachable(names, silence_secs, "not from all of them" * (len(names) > 1), self._limit)
+            await clock.sleep(LOOK_EVERY_SECS)
 
     async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool] = lambda: False) -> None:
         """See `Peers.before_last_save`: the chief waits for its workers, and for nobody who is gone."""
         if not self._layout.is_chief or self._around is None:
             return
         try:
-            await self._until_workers_end(limit_secs, REJOIN_SECS, hurried)
+            if not await self._until_workers_end(limit_secs, REJOIN_SECS, hurried) and not hurried():
+                raise tf.errors.AbortedError(None, None, "a parameter server does not answer")
         except tf.errors.AbortedError:
-            if self._get_register().workers_at_work:
+            if self.others_at_work:
                 raise
 
-    async def _until_workers_end(self, limit_secs: float, silence_secs: float, hurried: Callable[[], bool]) -> bool:
+    async def _until_workers_end(
+        self, limit_secs: float, silence_secs: float, hurried: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Wait for the workers that are at work, or about to be.
 
         Args:
@@ -414,3 +441,14 @@ class Membership:
         if self._around is None:
             raise tf.errors.AbortedError(None, None, "the session was closed meanwhile")
         return await self._around.executor.side(fn, *args, label=label)
+
+
+def _tell_of_wait(around: Around, names: list[str], to_do: str, waited_secs: float) -> None:
+    """A short wait is the rule at a start; a longer one is worth to be seen by whoever sits before it."""
+    around.emit(
+        "cluster.waiting",
+        f"waiting for {', '.join(names)}{to_do}" + (f", since {waited_secs:.0f} s" if waited_secs >= 1.0 else ""),
+        level="warning" if waited_secs >= TELL_EVERY_SECS else "info",
+        peers=names,
+        waited_secs=round(waited_secs, 1),
+    )

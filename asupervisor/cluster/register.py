@@ -107,7 +107,7 @@ class Register:
                     epochs.append(raw.VarHandleOp(dtype=tf.string, shape=[], container=_CONTAINER, shared_name="epoch"))
             self._set_epoch, self._has_epoch, self._copies = [], [], []
             for copy in epochs:
-                with tf1.colocate_with(copy, ignore_existing=True):
+                with self._graph.colocate_with(copy, ignore_existing=True):
                     self._set_epoch.append(raw.AssignVariableOp(resource=copy, value=self._new_epoch))
                     self._has_epoch.append(raw.VarIsInitializedOp(resource=copy))
                     self._copies.append(raw.ReadVariableOp(resource=copy, dtype=tf.string))

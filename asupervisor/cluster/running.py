@@ -4,7 +4,8 @@
 0       the task has done its part
 1       an error of its own: starting it again would not help
 2       the configuration cannot work
-138     a peer was lost, or did not come, for longer than allowed; or the port is not free yet: start it again
+138     a peer was lost, or did not come, for longer than allowed; or the port or the log directory is not free yet:
+        start it again
 130     ended by SIGINT
 143     ended by SIGTERM
 ======  ==========================================================================================================
@@ -27,6 +28,7 @@ from typing import Any, Final, NoReturn
 
 from asupervisor.errors import (
     ClusterConfigError,
+    LogdirInUse,
     PeersUnreachable,
     PortInUse,
     RecoveryExhausted,
@@ -55,7 +57,7 @@ def exit_code(error: BaseException | None) -> int:
     if isinstance(error, ClusterConfigError):
         return EXIT_CONFIG
     last = error.last if isinstance(error, RecoveryExhausted) else error
-    again = (PeersUnreachable, PortInUse, SessionNotReady)
+    again = (PeersUnreachable, PortInUse, LogdirInUse, SessionNotReady)
     return EXIT_LOST if is_loss(last) or isinstance(last, again) else 1
 
 

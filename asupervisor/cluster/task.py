@@ -270,7 +270,7 @@ class Task:
 
         Raises:
             PortInUse: Somebody else listens at our address.
-            PeersUnreachable: The chief has not heard of the first parameter server for `outage_secs`.
+            PeersUnreachable: A parameter server has not answered the chief for `outage_secs`.
             RuntimeError: The chief has no session.
             BaseException: What the session of the chief stops with, if that is an error.
 

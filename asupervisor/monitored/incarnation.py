@@ -271,14 +271,14 @@ class Incarnation:
     @property
     def found(self) -> str:
         """What became of the model, for people."""
-        if self.restored:
-            return "the model was restored"
-        if self.adopted:
-            return "the live model was adopted"
-        if self._of.prepared is None:
+        if self.run is None:
             return "there is a new session"
-        chief = self._of.prepared.settings.is_chief
-        return "the model was not restored and begins anew" if chief else "the chief has made the model anew"
+        return "the live model was adopted" if self.adopted and not self.restored else self.run.found
+
+    @property
+    def past(self) -> str:
+        """See `SupervisedRun.past`."""
+        return "" if self.run is None else self.run.past
 
     @property
     def last_step(self) -> int | None:

@@ -250,7 +250,7 @@ class Incarnations:
                 "session.recovered",
                 f"recovered: {current.found}"
                 + ("" if current.last_step is None else f", at step {current.last_step}")
-                + ("" if failed.last_step is None else f" (the last step that was seen was {failed.last_step})"),
+                + (failed.past and f" ({failed.past})"),
                 level="warning",
                 restored=current.restored,
                 step=current.last_step,

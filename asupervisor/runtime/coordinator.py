@@ -68,7 +68,7 @@ class Coordinator:
         self._joined = False
         self._rung = False  # a drain is on its way
         self.stops_asked = 0
-        """How often `request_stop` was called without an error, also while everything stopped anyway."""
+        """How often a clean stop was asked for, by `request_stop`, also while everything stopped anyway."""
         self._reports = Reports(clean_stop_exception_types, self.consequence_types)
         self._drain_lock = threading.RLock()  # never taken by request_stop; a sink may look at us while we drain
         self._stop_seen_at: float | None = None
@@ -93,7 +93,7 @@ class Coordinator:
             TypeError: `ex` is neither.
             BaseException: `ex` itself, where the coordinator was already joined, since nobody else would see it.
         """
-        self.stops_asked += ex is None
+        self.stops_asked += ex is None or isinstance(exception_of(ex), self.clean_stop_exception_types)
         self.report(ex, "request_stop")
 
     def report(self, ex: BaseException | ExcInfo | None, where: str) -> None:

@@ -10,6 +10,7 @@ from asupervisor.runtime.looper import LooperTask
 from asupervisor.runtime.service import Service
 from asupervisor.services.hosted_run import HostedRun
 from asupervisor.services.properties import SupervisorProperties
+from asupervisor.services.run import SupervisedRun
 from asupervisor.session.session import AsyncSession
 
 
@@ -38,6 +39,11 @@ class SupervisorControls(SupervisorProperties):
     def signalled(self) -> bool:
         """Whether a signal has ended the session, or the last one; only with `handle_signals`."""
         return self._hosted is not None and self._hosted.around.signalled
+
+    @property
+    def last_run(self) -> SupervisedRun | None:
+        """The parts of the session, or of the last one; for this library."""
+        return None if self._hosted is None else self._hosted.run
 
     # ------------------------------------------------------------------ services
 

@@ -114,6 +114,10 @@ class Peers(Protocol):
     def may_initialise(self) -> bool:
         """Whether a model that nobody has may be initialised: at the first start, or where that is allowed."""
 
+    @property
+    def others_at_work(self) -> bool:
+        """Whether others trained the model when they were last seen; the chief's to know."""
+
     def configured(self, config: Any = None) -> Any:
         """A `ConfigProto` with which a session of the cluster cannot be blocked by a missing peer."""
 
@@ -131,7 +135,7 @@ class Peers(Protocol):
         """Wait until nobody changes the model any more, or for as long as nobody is in a hurry.
 
         Raises:
-            tf.errors.AbortedError: A parameter server is lost, and somebody is at work.
+            tf.errors.AbortedError: A parameter server is lost, or silent, and somebody is at work.
         """
 
     async def leave(self, how: Literal["done", "failed", "lost"]) -> None:

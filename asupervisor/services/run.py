@@ -42,6 +42,11 @@ from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
 from asupervisor.session.waiting import Patience
 
+#: A chief whose training has ended saves while it waits for its workers: after so long, in seconds, and then by its
+#: timer; or in this rhythm, where that goes by steps.
+FIRST_PAUSE_SECS = 1.0
+BY_STEPS_SECS = 60.0
+
 
 class SupervisedRun:
     """The parts of one session and how they are put together and taken apart.
@@ -71,6 +76,10 @@ class SupervisedRun:
         """The checkpoint that the model came from, or None."""
         self.adopted = False
         """Whether it is a live model, which somebody else keeps."""
+        self.start_step: int | None = None
+        """The global step at which it began, or None."""
+        self.settled = False
+        """Whether it has ended, and has saved whatever it was to save."""
         self._first = first
         self._hurried = hurried
         self._settled_runs: int | None = None  # writing runs at the last words, in a cluster
@@ -93,7 +102,6 @@ class SupervisedRun:
         self._ending: tuple[BaseException | None, bool] = (None, False)
         self._host: Host[AsyncSession] | None = None
         self._started_at = settings.clock.monotonic()
-        self._start_step: int | None = None
         self._seen_step: int | None = None  # of what has been given up, or saved
         self._start_error: str | None = None
         self._final: Status | None = None
@@ -103,6 +111,32 @@ class SupervisedRun:
     def among_peers(self) -> bool:
         """Whether there are other tasks."""
         return self._settings.peers is not None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the model is the one that was there before, or others are at work on it."""
+        peers = self._settings.peers
+        return self.adopted or (peers is not None and peers.others_at_work)
+
+    @property
+    def found(self) -> str:
+        """What became of the model at the start, for people."""
+        if self.restored_from is not None:
+            return "the model was restored"
+        if self.adopted:
+            return "the live model was adopted"
+        if not self._settings.is_chief:
+            return "the chief has made the model anew"
+        return "the model was not restored and begins anew"
+
+    @property
+    def past(self) -> str:
+        """How far the model had come, as far as we know, for people; empty if we do not."""
+        if self.last_step is None:
+            return ""
+        if self.last_step == self.start_step:
+            return f"the session before had begun at step {self.last_step}"
+        return f"the last step that a service had seen was {self.last_step}"
 
     @property
     def awaited(self) -> bool:
@@ -165,9 +199,9 @@ class SupervisedRun:
         self._session = session
         self.restored_from = manager.restored_from
         try:
-            self._start_step = await self.read_step()
+            self.start_step = await self.read_step()
         except tf.errors.FailedPreconditionError:  # nobody was to initialise it, or to check that it is
-            self._start_step = None
+            self.start_step = None
         if self._store is not None and settings.saves_by_itself and start_standard_services:
             await session.control(self._store.warm_up)
         if settings.sync_replicas is not None:
@@ -176,9 +210,9 @@ class SupervisedRun:
         self._emit(
             "session.started",
             f"{'restored from ' + manager.restored_from if manager.restored_from else 'ready'}"
-            + ("" if self._start_step is None else f", at step {self._start_step}"),
+            + ("" if self.start_step is None else f", at step {self.start_step}"),
             restored_from=manager.restored_from,
-            start_step=self._start_step,
+            start_step=self.start_step,
         )
         if start_standard_services:
             if settings.is_chief and settings.logdir is not None:
@@ -235,8 +269,8 @@ class SupervisedRun:
             "emit": self._emit,
         }
         if self._writer is not None:
-            if self._start_step is not None:
-                self._writer.add_session_log("START", self._start_step)
+            if self.start_step is not None:
+                self._writer.add_session_log("START", self.start_step)
             if elements.summary_op is not None and (settings.save_summaries_secs or settings.save_summaries_steps):
                 self._summaries = SummaryService(
                     session,
@@ -359,7 +393,7 @@ class SupervisedRun:
         """The global step as last seen, or None; any thread."""
         counted = None if self._step_counter is None else self._step_counter.last_step
         taken = None if self._checkpoints is None else self._checkpoints.last_step
-        seen = (self._start_step, self._seen_step, counted, taken)
+        seen = (self.start_step, self._seen_step, counted, taken)
         return max((step for step in seen if step is not None), default=None)
 
     async def read_step(self) -> int | None:
@@ -378,27 +412,43 @@ class SupervisedRun:
         runs: int | None = None
         loss: tf.errors.AbortedError | None = None
         if peers is not None:
-            self._leaves_as = self._leaving_as(outcome)
-            if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
-                return  # the model is with the others, or nowhere
             runs = self.session.statistics().writing_runs
             if runs == self._settled_runs:
                 return  # once more, since the session is closed now: the others have been waited for
+            self._leaves_as = self._leaving_as(outcome)
+            if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
+                return  # the model is with the others, or nowhere
             if self._leaves_as == "done" and host is not None:
+                saving = asyncio.ensure_future(self._save_meanwhile())
                 try:
                     await peers.before_last_save(0.8 * host.grace_left, self._is_hurried)
                 except tf.errors.AbortedError as error:
                     loss = error
+                finally:
+                    saving.cancel()
+                    await asyncio.wait([saving])
                 outcome = self._outcome()
                 self._leaves_as = "lost" if loss or self._is_hurried() else self._leaving_as(outcome)
         if self._checkpoints is not None and self._settings.saves_by_itself and self._settings.save_on_exit:
             await self._checkpoints.final_save(outcome, host.grace_left if host else None)
         self._settled_runs = runs
+        self.settled = True
         if loss is not None:  # others go on, so that this is not the end: whoever can begins again
             try:
                 raise loss
             finally:
                 loss = None
+
+    async def _save_meanwhile(self) -> None:
+        """Save while others train on, as the timer did until the stop."""
+        pause_secs = FIRST_PAUSE_SECS
+        while True:
+            await self._settings.clock.sleep(pause_secs)
+            if self._checkpoints is None or not self._settings.saves_by_itself:
+                return
+            with contextlib.suppress(Exception):  # told as an event
+                await self._checkpoints.save()
+            pause_secs = self._settings.save_model_secs or BY_STEPS_SECS
 
     def _is_hurried(self) -> bool:
         """Whether somebody does not want to wait for other tasks: a signal has come, or a cancellation."""
@@ -408,9 +458,11 @@ class SupervisedRun:
     def _leaving_as(self, outcome: Outcome) -> Literal["done", "failed", "lost"]:
         """What the others are told of our end. Whoever was told to end, or has lost somebody, is expected back."""
         error = self._ending[0] or self._coordinator.error
+        if outcome is Outcome.CANCELLED and not isinstance(error, SystemExit):
+            return "lost"
         if error is not None:
             return "lost" if is_loss(error) or isinstance(error, PeersUnreachable) else "failed"
-        return "lost" if outcome is Outcome.CANCELLED or self._around.signalled else "done"
+        return "lost" if self._around.signalled else "done"
 
     def end_with(self, error: BaseException | None, *, cancelled: bool) -> None:
         """Tell how the session ends, where its own coordinator does not know."""
@@ -419,10 +471,12 @@ class SupervisedRun:
     def _outcome(self) -> Outcome:
         error, cancelled = self._ending
         error = error or self._coordinator.error
+        if cancelled and not isinstance(error, Exception):
+            return Outcome.CANCELLED
         if error is not None:
             failed = self.session.failed_training_run
             return Outcome.STEP_ERROR if error is failed else Outcome.ERROR
-        if cancelled or (self._host is not None and self._host.interrupted):
+        if self._host is not None and self._host.interrupted:
             return Outcome.CANCELLED
         return Outcome.STOPPED
 
@@ -486,7 +540,7 @@ class SupervisedRun:
             logdir=settings.logdir,
             uptime_secs=settings.clock.monotonic() - self._started_at,
             global_step=self.last_step,
-            start_step=self._start_step,
+            start_step=self.start_step,
             steps_per_sec=None if counter is None else counter.steps_per_sec,
             scalars={} if self._writer is None else self._writer.scalars,
             services=services,

@@ -10,9 +10,11 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,15 +94,38 @@ def replica(
     local_init_secs: float = 0.0,
     chief: str = "trains",
     until: str | None = None,
+    victim: str | None = None,
 ) -> None:
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
     Training ends at a step, or once the file `until` is there.
-    A chief that does not train until the end "idles", or "joins" its workers after its steps.
+    A chief that does not train until the end "idles"; or, after its steps, it "joins" its workers, "kills" the process
+    of the file `victim` before it ends, or "fails" beside a task that joins.
     """
 
     def told_to_end() -> bool:
         return until is not None and os.path.exists(until)
+
+    async def at_its_end(task: Any) -> None:
+        if not task.is_chief:
+            return
+        if chief == "joins":
+            say("joined", how=await task.join())
+        elif chief == "kills":
+            assert victim is not None
+            os.kill(int(Path(victim).read_text()), signal.SIGKILL)
+        elif chief == "fails":
+            joins.append(asyncio.ensure_future(joined_in_vain(task)))
+            await asyncio.sleep(0)
+            raise ValueError("mine")
+
+    joins: list[asyncio.Future[None]] = []
+
+    async def joined_in_vain(task: Any) -> None:
+        try:
+            await task.join()
+        except ValueError as error:
+            say("not joined", error=repr(error))
 
     async def main() -> None:
         task = cluster.Task.from_tf_config(
@@ -147,8 +172,7 @@ def replica(
                     say("unknown", before=unknown.before, now=unknown.now)
                 await asyncio.sleep(pause_secs)
             say("trained", step=int(step))
-            if chief == "joins" and task.is_chief:
-                say("joined", how=await task.join())
+            await at_its_end(task)
         say("closed")
 
     async def train_supervised(task: Any, model: Any) -> None:
@@ -175,8 +199,7 @@ def replica(
             say("step", step=int(step))
             if step >= steps or told_to_end():
                 say("trained", step=int(step))
-                if chief == "joins" and task.is_chief:
-                    say("joined", how=await task.join())
+                await at_its_end(task)
                 sv.request_stop()
             await asyncio.sleep(pause_secs)
 

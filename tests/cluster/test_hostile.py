@@ -19,12 +19,13 @@ from asupervisor.cluster.joining import _until_others_are_gone
 from asupervisor.cluster.membership import Membership
 from asupervisor.cluster.register import Register, TaskState
 from asupervisor.cluster.running import exit_code
-from asupervisor.errors import telling_line
+from asupervisor.errors import PeersUnreachable, telling_line
 from asupervisor.events import log_only
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.services.peers import Around
 from asupervisor.session.waiting import Patience
+from asupervisor.testing import ManualClock
 from tests.cluster.harness import Cluster, Process
 
 families = pytest.mark.parametrize("family", ["monitored", "supervised"])
@@ -52,22 +53,35 @@ def test_a_chief_whose_local_init_is_slow_adopts_the_live_model(cluster: Callabl
     assert not chief.records("session.restored")
 
 
-@pytest.mark.parametrize(
-    ("family", "end"), [("monitored", "trains"), ("supervised", "trains"), ("supervised", "joins")]
-)
+@pytest.mark.parametrize("end", ["trains", "joins", "never ends"])
+@families
 def test_a_signal_ends_a_chief_that_waits_for_its_workers(
     cluster: Callable[..., Cluster], family: str, end: str
 ) -> None:
-    """It saves, and is expected back: the job is not done."""
-    made = cluster(family=family, save_secs=3600, handle_signals=family == "supervised", stop_grace_secs=120, chief=end)
-    server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief", steps=20)
-    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    """It saves, and is expected back, also if it trains itself: the job is not done, and its grace does not begin."""
+    made = cluster(
+        family=family,
+        save_secs=3600,
+        handle_signals=family == "supervised",
+        stop_grace_secs=120,
+        chief_grace_secs=0.0,
+        chief=end,
+    )
+    server, worker = made.start("ps"), made.start("worker")
+    if end == "never ends":
+        chief = made.start("chief")
+        chief.wait_for("step")
+    else:
+        chief = made.start("chief", steps=20)
+        chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
     before = worker.wait_for("step", since=time.time())["step"]
     begun = time.monotonic()
     chief.signal(signal.SIGTERM)
     assert chief.wait() == 143
     assert time.monotonic() - begun < 4
     assert (checkpoints(made.logdir)[-1].step or 0) >= before
+    # Longer than a server needs to see that the job is done, or that it has failed.
+    worker.wait_for("step", since=chief.ended_at + 1.0)
     again = made.start("chief", steps=before + 30)
     assert again.wait_for("ready")["step"] >= before
     assert again.records("cluster.adopted")
@@ -269,6 +283,38 @@ async def test_a_server_whose_very_first_question_failed_is_asked_anew(cluster: 
     await executor.aclose(5.0)
 
 
+async def test_a_long_wait_for_others_is_a_warning(cluster: Callable[..., Cluster]) -> None:
+    """By default a program shows warnings only, and whoever sits before it would see nothing for two hours."""
+    made, clock, told = cluster(ps=2), ManualClock(), []
+
+    def emit(kind: str, message: str, *, level: str = "info", **data: Any) -> None:
+        told.append((level, data["waited_secs"], message))
+
+    server: Any = SimpleNamespace(layout=layout(made.spec, "chief", 0), outage_secs=60.0)
+    around = Around(
+        executor=DeviceExecutor(),
+        patience=Patience(clock, emit, None),
+        emit=emit,
+        logdir=None,
+        afresh=False,
+        max_wait_secs=30.0,
+        coordinator=Coordinator(),
+    )
+    begun = clock.monotonic()
+    waiting = asyncio.ensure_future(Membership(server)._reach_servers(around, begun, begun + 30.0, ""))
+    while clock.monotonic() < begun + 30.0:
+        await clock.sleepers(1)
+        await clock.advance(0.25)
+    with pytest.raises(PeersUnreachable, match=r"no answer from /job:ps/task:0 .*, /job:ps/task:1 .* for 30 s"):
+        await waiting
+    assert [level for level, _, _ in told] == ["info", "warning", "warning"]
+    assert told[0][1] == 0.0
+    assert 10 <= told[1][1] < 12 <= 20 <= told[2][1] < 24
+    assert told[0][2].endswith(made.spec["ps"][1])
+    assert told[1][2].endswith(", since 10 s")
+    await around.executor.aclose(1.0)
+
+
 @pytest.mark.parametrize(("family", "end"), [("monitored", "joins"), ("supervised", "joins"), ("supervised", "trains")])
 def test_a_chief_that_waits_for_its_workers_gets_a_lost_model_back(
     cluster: Callable[..., Cluster], family: str, end: str
@@ -330,6 +376,80 @@ def test_a_training_that_has_ended_takes_no_step_after_a_loss(cluster: Callable[
     assert chief.wait() == 0
     assert not chief.records("step", since=lost_at)
     assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker)
+
+
+@pytest.mark.full
+@families
+def test_a_frozen_server_does_not_end_the_wait_for_the_workers(cluster: Callable[..., Cluster], family: str) -> None:
+    """Though it holds no part of the model, the chief cannot ask who is at work, and the worker trains on."""
+    made = cluster(family=family, ps=3, save_secs=3600, chief_grace_secs=0.0, stop_grace_secs=60)
+    servers = [made.start("ps", index) for index in range(3)]
+    end = made.logdir.with_name("end")
+    worker, chief = made.start("worker", until=str(end)), made.start("chief", steps=20)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    servers[2].freeze()
+    frozen_at = time.time()
+    if family == "supervised":
+        chief.wait_for("session.recovering", since=frozen_at)
+        servers[2].thaw()
+    else:
+        assert chief.wait() == 138
+        servers[2].thaw()
+        chief = made.start("chief", steps=20)
+    adopted = chief.wait_for("cluster.adopted", since=frozen_at)
+    chief.wait_for("cluster.waiting", since=adopted["t"], where=is_waiting_for_workers)
+    end.touch()
+    for task in (worker, chief, *servers):
+        assert task.wait() == 0
+    if family == "supervised":
+        assert not chief.records("step", since=frozen_at)
+    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker)
+
+
+@families
+def test_a_chief_that_waits_for_its_workers_saves_what_they_train(cluster: Callable[..., Cluster], family: str) -> None:
+    """The timer has ended with its stop; so long a wait must not cost more than one interval."""
+    made = cluster(family=family, save_secs=0.5)
+    end = made.logdir.with_name("end")
+    server, worker, chief = made.start("ps"), made.start("worker", until=str(end)), made.start("chief", steps=20)
+    waiting = chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    seen = worker.wait_for("step", since=waiting["t"] + 1.0)["step"]
+    while (checkpoints(made.logdir)[-1].step or 0) < seen:
+        assert chief.running
+        time.sleep(0.05)
+    assert worker.running
+    end.touch()
+    for task in (worker, chief, server):
+        assert task.wait() == 0
+    assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker)
+
+
+def test_training_that_is_lost_in_the_last_save_is_no_clean_end(cluster: Callable[..., Cluster]) -> None:
+    """Nobody else is at work, so that nobody would train it again: the chief is expected back."""
+    made = cluster(family="supervised", ps=2, workers=0, partitions=2, save_secs=3600)
+    servers = [made.start("ps", 0), made.start("ps", 1)]
+    victim = made.logdir.with_name("victim")
+    victim.write_text(str(servers[1].pid))
+    chief = made.start("chief", steps=20, chief="kills", victim=str(victim))
+    assert servers[1].wait() == -signal.SIGKILL
+    servers[1] = made.start("ps", 1)
+    assert chief.wait() == 138
+    assert [record["step"] for record in chief.records("step")][-2:] == [19, 20], "and none after it"
+    assert checkpoints(made.logdir)[-1].step == 0
+    chief = made.start("chief", steps=20)
+    for task in (chief, *servers):
+        assert task.wait() == 0
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+
+
+@families
+def test_a_join_in_a_task_of_its_own_tells_of_the_error(cluster: Callable[..., Cluster], family: str) -> None:
+    made = cluster(family=family, chief="fails")
+    made.start("ps")
+    made.start("worker")
+    chief = made.start("chief", steps=20)
+    assert chief.wait() == 1
+    assert chief.wait_for("not joined")["error"] == "ValueError('mine')"
 
 
 def test_the_chief_remembers_who_was_at_work(cluster: Callable[..., Cluster]) -> None:

@@ -13,7 +13,14 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.cluster import EXIT_LOST, exit_code, run
-from asupervisor.errors import ClusterConfigError, ModelLost, PeersUnreachable, PortInUse, RecoveryExhausted
+from asupervisor.errors import (
+    ClusterConfigError,
+    LogdirInUse,
+    ModelLost,
+    PeersUnreachable,
+    PortInUse,
+    RecoveryExhausted,
+)
 from tests.cluster.harness import Process
 from tests.forks import Forks
 
@@ -29,6 +36,7 @@ LOST = tf.errors.UnavailableError(None, None, "gone")
         (ClusterConfigError("TF_CONFIG is not JSON"), 2),
         (PeersUnreachable(["/job:ps/task:0"], 3.0), EXIT_LOST),
         (PortInUse("/job:ps/task:0", "127.0.0.1:1"), EXIT_LOST),
+        (LogdirInUse("logdir", "host", 1), EXIT_LOST),
         (LOST, EXIT_LOST),
         (tf.errors.AbortedError(None, None, "restarted"), EXIT_LOST),
         (tf.errors.DeadlineExceededError(None, None, "frozen"), EXIT_LOST),

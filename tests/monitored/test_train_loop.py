@@ -114,7 +114,7 @@ async def test_s7_only_what_the_policy_says_is_recovered_from(tmp_path: Path) ->
                 await train_loop(sv, step, recovery=quickly)
 
 
-async def test_it_goes_on_from_what_was_saved(counter: Make, tmp_path: Path) -> None:
+async def test_it_goes_on_from_what_was_saved(counter: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each restart begins with the state that the last session has saved at its end: no step is lost."""
     made = counter()
     sv = Supervisor(graph=made.graph, logdir=str(tmp_path))
@@ -128,6 +128,11 @@ async def test_it_goes_on_from_what_was_saved(counter: Make, tmp_path: Path) -> 
             sv.request_stop()
 
     await train_loop(sv, step, recovery=quickly)
+    told = [record.getMessage() for record in caplog.records if "recovered: " in record.getMessage()]
+    assert [message.partition("recovered: ")[2] for message in told] == [
+        "the model was restored, at step 3 (the last step that a service had seen was 3)",
+        "the model was restored, at step 5 (the last step that a service had seen was 5)",
+    ]
     assert seen == [1, 2, 3, 4, 5, 6, 7, 8]
     assert tf.train.latest_checkpoint(str(tmp_path)).endswith("-8")
 
@@ -232,30 +237,87 @@ async def test_after_a_stop_a_loss_at_the_end_takes_no_further_step(counter: Mak
     assert tf.train.latest_checkpoint(str(tmp_path)).endswith("-1")
 
 
-@pytest.mark.parametrize("how", ["by a call", "by the coordinator", "by a signal"])
-async def test_a_stop_that_is_requested_while_a_lost_session_is_closed_is_heeded(
-    counter: Make, tmp_path: Path, how: str
-) -> None:
-    """The coordinator has stopped then, because of the loss, and nothing in it shows the request."""
+@pytest.mark.parametrize("saved", [True, False])
+async def test_an_end_of_the_data_has_ended_the_training(counter: Make, tmp_path: Path, saved: bool) -> None:
+    """A loss after it does not begin it again; and it is no clean end where the last steps are lost with it."""
+    made = counter()
+    with made.graph.as_default():
+        saver = LosesTheLastSave(saved)
+    sv = Supervisor(graph=made.graph, logdir=str(tmp_path), saver=saver, save_model_secs=0, save_model_steps=1000)
+    calls = 0
+
+    async def lost_at_the_end() -> None:
+        await sv.wait_for_stop()
+        saver.at_the_end = True
+        if saved:
+            raise tf.errors.AbortedError(None, None, "lost")
+
+    async def step(sess: Any) -> None:
+        nonlocal calls
+        calls += 1
+        await sv.save()
+        await sess.run(made.train)
+        sv.start_soon(lost_at_the_end)
+        raise tf.errors.OutOfRangeError(None, None, "end of data")
+
+    training = train_loop(sv, step, recovery=RecoveryPolicy(backoff=NO_PAUSE, origins=ANY, max_restarts=3))
+    if saved:
+        await training
+    else:
+        with pytest.raises(tf.errors.AbortedError, match="in the last save") as raised:
+            await training
+        assert "Start it again to train them" in raised.value.__notes__[-1]
+    assert calls == 1
+    assert tf.train.latest_checkpoint(str(tmp_path)).endswith("-1" if saved else "-0")
+
+
+class LosesTheLastSave(tf1.train.Saver):  # type: ignore[misc]
+    def __init__(self, saves: bool) -> None:
+        super().__init__(allow_empty=True)
+        self.saves = saves
+        self.at_the_end = False
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        if self.at_the_end and not self.saves:
+            raise tf.errors.AbortedError(None, None, "lost in the last save")
+        return super().save(*args, **kwargs)
+
+
+@pytest.mark.parametrize("ends", ["by the loss", "after the stop"])
+@pytest.mark.parametrize("how", ["by a call", "by the coordinator", "by an end of data", "by stop()", "by a signal"])
+async def test_a_stop_beside_a_loss_is_heeded(counter: Make, tmp_path: Path, how: str, ends: str) -> None:
+    """The coordinator stops because of the loss then. The step ends by it, so that the session is closed already."""
     made = counter()
     sv = Supervisor(graph=made.graph, logdir=str(tmp_path), handle_signals=True)
     calls = 0
     numbers: list[int] = []
+    asked = asyncio.Event()
 
-    async def asks_at_the_end() -> None:
+    async def loses() -> None:
+        raise tf.errors.AbortedError(None, None, "lost")
+
+    async def asks() -> None:
         await sv.wait_for_stop()
+        asked.set()
         if how == "by a call":
             sv.request_stop()
         elif how == "by the coordinator":
             sv.coord.request_stop()
+        elif how == "by an end of data":
+            sv.request_stop(tf.errors.OutOfRangeError(None, None, "end of data"))
+        elif how == "by stop()":
+            await sv.stop()
         else:
             signal.raise_signal(signal.SIGTERM)
 
     async def step(sess: Any) -> None:
         nonlocal calls
         calls += 1
-        sv.start_soon(asks_at_the_end)
-        raise tf.errors.AbortedError(None, None, "lost")
+        sv.start_soon(asks)
+        if ends == "by the loss":
+            raise tf.errors.AbortedError(None, None, "lost")
+        sv.start_soon(loses)
+        await asked.wait()
 
     signals.subscribe(numbers.append)  # so that the signal does not end this process, as `cluster.run` sees to
     try:
