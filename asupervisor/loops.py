@@ -136,7 +136,7 @@ class _Attempt:
         self.origin = "coordinator"
         asked = coord.stops_asked
         try:
-            self._begin()
+            await self._begin()
             while not self.ended and not sv.should_stop():
                 result = step(sess)
                 if inspect.isawaitable(result):
@@ -156,7 +156,7 @@ class _Attempt:
                 self.ended, asked = True, coord.stops_asked
             await self._leave(block, None, asked)
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         """Tell what became of the model.
 
         Raises:
@@ -177,7 +177,7 @@ class _Attempt:
             step=step,
             seen_step=before.last_step,
         )
-        if self.unsaved is not None and not self.run.goes_on:
+        if self.unsaved is not None and not await self.run.goes_on():
             self.stopped = True
             self.unsaved.add_note(
                 "asupervisor: not recovered from: the training had ended, and its last steps were lost before they "

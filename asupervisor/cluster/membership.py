@@ -100,11 +100,6 @@ class Membership:
         return self.allow_reinit or not self._was_ready
 
     @property
-    def others_at_work(self) -> bool:
-        """See `Peers.others_at_work`."""
-        return self._layout.is_chief and self._get_register().workers_at_work
-
-    @property
     def _limit(self) -> str:
         """What limits the wait for others, for messages."""
         return "outage_secs of the cluster's task" if self._was_ready else "max_wait_secs"
@@ -331,8 +326,13 @@ class Membership:
             if not await self._until_workers_end(limit_secs, REJOIN_SECS, hurried) and not hurried():
                 raise tf.errors.AbortedError(None, None, "a parameter server does not answer")
         except tf.errors.AbortedError:
-            if self.others_at_work:
+            if self._get_register().workers_at_work:
                 raise
+
+    async def others_at_work(self) -> bool:
+        """See `Peers.others_at_work`."""
+        workers = self._get_register().workers_at_work if self._layout.is_chief else ()
+        return len(await silent_ones(workers)) < len(workers)
 
     async def _until_workers_end(
         self, limit_secs: float, silence_secs: float, hurried: Callable[[], bool] = lambda: False

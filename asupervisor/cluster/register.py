@@ -119,9 +119,14 @@ class Register:
             self._graph.finalize()
 
     @property
-    def workers_at_work(self) -> bool:
-        """Whether a worker was at work when it was last seen, also by a parameter server that is lost; any thread."""
-        return any(index and state is TaskState.WORKING for index, state in list(self._known.items()))
+    def workers_at_work(self) -> tuple[Member, ...]:
+        """Who was at work when last seen, also by a parameter server that is lost; any thread."""
+        known = dict(self._known)
+        return tuple(
+            member
+            for index, member in enumerate(self._layout.trainers)
+            if index and known.get(index) is TaskState.WORKING
+        )
 
     # ------------------------------------------------------------------ questions and news
 

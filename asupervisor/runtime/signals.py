@@ -62,6 +62,11 @@ def subscribed() -> int:
     return len(_subscribers)
 
 
+def received() -> bool:
+    """Whether a signal has come to those who are subscribed."""
+    return bool(_subscribers) and _received > 0
+
+
 def unsubscribe(on_signal: OnSignal, *, resend: bool = True) -> None:
     """Undo `subscribe`; the last one restores the previous handlers and sends what was held back.
 

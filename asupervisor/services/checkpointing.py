@@ -75,6 +75,8 @@ class CheckpointService:
         """The error of the last save, None when it succeeded."""
         self.last_step: int | None = None
         """The global step of the newest snapshot, whatever became of it."""
+        self.cost_secs: float | None = None
+        """How long the last save took, in seconds."""
         self._session = session
         self._store = store
         self._coordinator = coordinator
@@ -91,7 +93,6 @@ class CheckpointService:
         self._kick = asyncio.Event()
         self._saved: SnapshotInfo | None = None
         self._runs_saved = 0
-        self._cost_secs: float | None = None
         self._failures = 0
         self._warned_stuck = False
         self._ended = False
@@ -216,13 +217,13 @@ class CheckpointService:
         if self._waiting is None and not self._emergency and not self._changed():
             return None
         remaining = None if deadline is None else deadline - self._clock.monotonic()
-        if remaining is not None and self._cost_secs is not None and remaining < self._cost_secs:
+        if remaining is not None and self.cost_secs is not None and remaining < self.cost_secs:
             self._emit(
                 "checkpoint.skipped",
-                f"no final save: saves take {self._cost_secs:.1f} s and {remaining:.1f} s remain; the newest "
+                f"no final save: saves take {self.cost_secs:.1f} s and {remaining:.1f} s remain; the newest "
                 f"checkpoint is {self._store.last_prefix}",
                 level="warning",
-                needed_secs=self._cost_secs,
+                needed_secs=self.cost_secs,
                 remaining_secs=remaining,
             )
             return None
@@ -327,7 +328,7 @@ class CheckpointService:
         self.last_error = None
         earlier, runs_earlier = self._saved, self._runs_saved
         self._saved, self._runs_saved = taken, runs
-        self._cost_secs = info.stall_secs + info.write_secs
+        self.cost_secs = info.stall_secs + info.write_secs
         if (
             earlier is not None
             and taken.step is not None

@@ -114,10 +114,6 @@ class Peers(Protocol):
     def may_initialise(self) -> bool:
         """Whether a model that nobody has may be initialised: at the first start, or where that is allowed."""
 
-    @property
-    def others_at_work(self) -> bool:
-        """Whether others trained the model when they were last seen; the chief's to know."""
-
     def configured(self, config: Any = None) -> Any:
         """A `ConfigProto` with which a session of the cluster cannot be blocked by a missing peer."""
 
@@ -137,6 +133,9 @@ class Peers(Protocol):
         Raises:
             tf.errors.AbortedError: A parameter server is lost, or silent, and somebody is at work.
         """
+
+    async def others_at_work(self) -> bool:
+        """Whether others train the model: they did when they were last seen, and are there; the chief's to know."""
 
     async def leave(self, how: Literal["done", "failed", "lost"]) -> None:
         """The session is closed."""

@@ -26,6 +26,7 @@ from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.errors import PeersUnreachable, SessionClosed, WrongEventLoop, describe
 from asupervisor.events import Level, Status
+from asupervisor.runtime import signals
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.runtime.service import Service
@@ -111,12 +112,6 @@ class SupervisedRun:
     def among_peers(self) -> bool:
         """Whether there are other tasks."""
         return self._settings.peers is not None
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the model is the one that was there before, or others are at work on it."""
-        peers = self._settings.peers
-        return self.adopted or (peers is not None and peers.others_at_work)
 
     @property
     def found(self) -> str:
@@ -396,6 +391,11 @@ class SupervisedRun:
         seen = (self.start_step, self._seen_step, counted, taken)
         return max((step for step in seen if step is not None), default=None)
 
+    async def goes_on(self) -> bool:
+        """Whether the model is the one that was there before, or others are at work on it."""
+        peers = self._settings.peers
+        return self.adopted or (peers is not None and await peers.others_at_work())
+
     async def read_step(self) -> int | None:
         """The global step now, read between two steps; None where there is none."""
         step = self._settings.elements.global_step
@@ -419,9 +419,10 @@ class SupervisedRun:
             if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
                 return  # the model is with the others, or nowhere
             if self._leaves_as == "done" and host is not None:
-                saving = asyncio.ensure_future(self._save_meanwhile())
+                grace_secs = host.grace_left
+                saving = asyncio.ensure_future(self._save_meanwhile(grace_secs))
                 try:
-                    await peers.before_last_save(0.8 * host.grace_left, self._is_hurried)
+                    await peers.before_last_save(0.8 * grace_secs, self._is_hurried)
                 except tf.errors.AbortedError as error:
                     loss = error
                 finally:
@@ -439,12 +440,16 @@ class SupervisedRun:
             finally:
                 loss = None
 
-    async def _save_meanwhile(self) -> None:
-        """Save while others train on, as the timer did until the stop."""
-        pause_secs = FIRST_PAUSE_SECS
+    async def _save_meanwhile(self, grace_secs: float) -> None:
+        """Save while others train on, as the timer did until the stop; but leave its time to the last save."""
+        clock, pause_secs = self._settings.clock, FIRST_PAUSE_SECS
+        deadline = clock.monotonic() + grace_secs
         while True:
-            await self._settings.clock.sleep(pause_secs)
+            await clock.sleep(pause_secs)
             if self._checkpoints is None or not self._settings.saves_by_itself:
+                return
+            # The others may end just after its beginning, and the last save begins after its end.
+            if clock.monotonic() + 2.5 * (self._checkpoints.cost_secs or 0.0) >= deadline:
                 return
             with contextlib.suppress(Exception):  # told as an event
                 await self._checkpoints.save()
@@ -456,13 +461,13 @@ class SupervisedRun:
         return self._hurried() or self._around.signalled or (host is not None and host.interrupted)
 
     def _leaving_as(self, outcome: Outcome) -> Literal["done", "failed", "lost"]:
-        """What the others are told of our end. Whoever was told to end, or has lost somebody, is expected back."""
+        """What the others are told of our end. Whom a signal has ended, or who has lost somebody, is expected back."""
         error = self._ending[0] or self._coordinator.error
-        if outcome is Outcome.CANCELLED and not isinstance(error, SystemExit):
-            return "lost"
-        if error is not None:
+        if isinstance(error, Exception):
             return "lost" if is_loss(error) or isinstance(error, PeersUnreachable) else "failed"
-        return "lost" if self._around.signalled else "done"
+        if self._around.signalled or signals.received():
+            return "lost"
+        return "failed" if outcome is Outcome.CANCELLED else "done"
 
     def end_with(self, error: BaseException | None, *, cancelled: bool) -> None:
         """Tell how the session ends, where its own coordinator does not know."""

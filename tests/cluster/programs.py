@@ -100,7 +100,7 @@ def replica(
 
     Training ends at a step, or once the file `until` is there.
     A chief that does not train until the end "idles"; or, after its steps, it "joins" its workers, "kills" the process
-    of the file `victim` before it ends, or "fails" beside a task that joins.
+    of the file `victim` before it ends, "fails" beside a task that joins, "exits", or "cancels" itself.
     """
 
     def told_to_end() -> bool:
@@ -118,6 +118,10 @@ def replica(
             joins.append(asyncio.ensure_future(joined_in_vain(task)))
             await asyncio.sleep(0)
             raise ValueError("mine")
+        elif chief == "exits":
+            sys.exit(0)
+        elif chief == "cancels":
+            raise asyncio.CancelledError
 
     joins: list[asyncio.Future[None]] = []
 

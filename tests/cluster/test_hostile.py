@@ -89,6 +89,19 @@ def test_a_signal_ends_a_chief_that_waits_for_its_workers(
     assert worker.running
 
 
+@pytest.mark.parametrize("end", ["exits", "cancels"])
+@families
+def test_a_chief_that_leaves_by_itself_is_not_expected_back(
+    cluster: Callable[..., Cluster], family: str, end: str
+) -> None:
+    """No signal has ended it, so that nobody starts it again: the servers do not serve for ever."""
+    made = cluster(family=family, chief_grace_secs=0.5, chief=end)
+    server, chief = made.start("ps"), made.start("chief", steps=20)
+    assert chief.wait() == (0 if end == "exits" else 1)
+    assert server.wait() == 0
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+
+
 @families
 def test_the_last_save_is_made_once(cluster: Callable[..., Cluster], family: str) -> None:
     made = cluster(family=family, save_secs=3600, steps=20)
@@ -424,6 +437,20 @@ def test_a_chief_that_waits_for_its_workers_saves_what_they_train(cluster: Calla
     assert (checkpoints(made.logdir)[-1].step or 0) >= last_step(worker)
 
 
+def test_training_that_is_lost_with_all_who_train_is_no_clean_end(cluster: Callable[..., Cluster]) -> None:
+    """As where a machine is lost: the worker would not train again what the chief has done."""
+    made = cluster(family="supervised", ps=2, partitions=2, save_secs=3600)
+    servers = [made.start("ps", 0), made.start("ps", 1)]
+    worker, chief = made.start("worker"), made.start("chief", steps=20)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    worker.kill()
+    servers[1].kill()
+    servers[1] = made.start("ps", 1)
+    assert chief.wait() == 138
+    assert chief.ended_at - servers[1].begun_at < 10, "nobody is waited for"
+    assert all(server.running for server in servers)
+
+
 def test_training_that_is_lost_in_the_last_save_is_no_clean_end(cluster: Callable[..., Cluster]) -> None:
     """Nobody else is at work, so that nobody would train it again: the chief is expected back."""
     made = cluster(family="supervised", ps=2, workers=0, partitions=2, save_secs=3600)
@@ -473,9 +500,9 @@ def test_the_chief_remembers_who_was_at_work(cluster: Callable[..., Cluster]) ->
     register.close_epoch()
     assert register.read().states[1:] == seen[1:] == (TaskState.WORKING, TaskState.DONE)
     assert register.read().states[0] is TaskState.UNSEEN, "it comes in, whatever it was"
-    assert register.workers_at_work
+    assert register.workers_at_work == (first,)
     register.tell(first, TaskState.DONE)
-    assert not register.workers_at_work
+    assert register.workers_at_work == ()
     register.hang_up()
 
 
