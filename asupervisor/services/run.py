@@ -420,9 +420,11 @@ class SupervisedRun:
                 return  # the model is with the others, or nowhere
             if self._leaves_as == "done" and host is not None:
                 grace_secs = host.grace_left
+                save_secs = 0.0 if self._checkpoints is None else self._checkpoints.cost_secs or 0.0
+                limit_secs = grace_secs - max(0.2 * grace_secs, 1.5 * save_secs)
                 saving = asyncio.ensure_future(self._save_meanwhile(grace_secs))
                 try:
-                    await peers.before_last_save(0.8 * grace_secs, self._is_hurried)
+                    await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
                 except tf.errors.AbortedError as error:
                     loss = error
                 finally:
