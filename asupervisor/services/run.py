@@ -392,9 +392,11 @@ class SupervisedRun:
         return max((step for step in seen if step is not None), default=None)
 
     async def goes_on(self) -> bool:
-        """Whether the model is the one that was there before, or others are at work on it."""
-        peers = self._settings.peers
-        return self.adopted or (peers is not None and await peers.others_at_work())
+        """Whether the model is the one that was there before, or others look after it."""
+        settings = self._settings
+        if self.adopted or not settings.is_chief:
+            return True
+        return settings.peers is not None and await settings.peers.others_at_work()
 
     async def read_step(self) -> int | None:
         """The global step now, read between two steps; None where there is none."""
@@ -448,7 +450,7 @@ class SupervisedRun:
         deadline = clock.monotonic() + grace_secs
         while True:
             await clock.sleep(pause_secs)
-            if self._checkpoints is None or not self._settings.saves_by_itself:
+            if self._checkpoints is None or not (self._settings.saves_by_itself and self._settings.save_on_exit):
                 return
             # The others may end just after its beginning, and the last save begins after its end.
             if clock.monotonic() + 2.5 * (self._checkpoints.cost_secs or 0.0) >= deadline:
