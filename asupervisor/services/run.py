@@ -433,7 +433,7 @@ class SupervisedRun:
                     saving.cancel()
                     await asyncio.wait([saving])
                 outcome = self._outcome()
-                self._leaves_as = "lost" if loss or self._is_hurried() else self._leaving_as(outcome)
+                self._leaves_as = "lost" if loss else self._leaving_as(outcome)
         if self._checkpoints is not None and self._settings.saves_by_itself and self._settings.save_on_exit:
             await self._checkpoints.final_save(outcome, host.grace_left if host else None)
         self._settled_runs = runs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import anyio
 import numpy as np
 import tensorflow as tf
 
@@ -95,6 +97,7 @@ def replica(
     chief: str = "trains",
     until: str | None = None,
     victim: str | None = None,
+    limit_secs: float = math.inf,
 ) -> None:
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
@@ -149,7 +152,8 @@ def replica(
                 slow = tf1.py_func(sleep, [], tf.int32)
                 tf1.add_to_collection(tf1.GraphKeys.TABLE_INITIALIZERS, slow.op)
         train = train_monitored if family == "monitored" else train_supervised
-        await train(task, model)
+        with anyio.move_on_after(limit_secs):
+            await train(task, model)
 
     async def train_monitored(task: Any, model: Any) -> None:
         hooks = [cluster.SyncReplicasHook(model.optimizer, task.is_chief)] if sync else []

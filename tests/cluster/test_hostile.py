@@ -103,6 +103,19 @@ def test_a_chief_that_leaves_by_itself_is_not_expected_back(
 
 
 @families
+def test_a_chief_whose_time_is_over_while_it_waits_is_not_expected_back(
+    cluster: Callable[..., Cluster], family: str
+) -> None:
+    made = cluster(family=family, chief_grace_secs=0.5, outage_secs=1.0)
+    server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief", steps=20, limit_secs=3.0)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    seen = worker.wait_for("step", since=time.time())["step"]
+    for task, status in ((chief, 0), (server, 0), (worker, 138)):
+        assert task.wait() == status
+    assert (checkpoints(made.logdir)[-1].step or 0) >= seen
+
+
+@families
 def test_the_last_save_is_made_once(cluster: Callable[..., Cluster], family: str) -> None:
     made = cluster(family=family, save_secs=3600, steps=20)
     tasks = made.start_all()
