@@ -28,17 +28,12 @@ from typing import Any, Final, NoReturn
 
 from asupervisor.errors import (
     ClusterConfigError,
-    LogdirInUse,
-    PeersUnreachable,
-    PortInUse,
-    RecoveryExhausted,
-    SessionNotReady,
     StopGraceExceeded,
     StopRequested,
     telling_line,
 )
 from asupervisor.runtime import signals
-from asupervisor.services.peers import is_loss
+from asupervisor.services.peers import is_worth_another_start
 
 EXIT_LOST: Final = 138
 """The exit code of a task that has lost its peers: start it again."""
@@ -56,9 +51,7 @@ def exit_code(error: BaseException | None) -> int:
         return 128 + signal.SIGINT
     if isinstance(error, ClusterConfigError):
         return EXIT_CONFIG
-    last = error.last if isinstance(error, RecoveryExhausted) else error
-    again = (PeersUnreachable, PortInUse, LogdirInUse, SessionNotReady)
-    return EXIT_LOST if is_loss(last) or isinstance(last, again) else 1
+    return EXIT_LOST if is_worth_another_start(error) else 1
 
 
 def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:

@@ -111,7 +111,9 @@ class Incarnation:
         try:
             await self._introduce()
             self.coordinator.raise_requested_exception()
-        except BaseException:
+        except BaseException as error:
+            if self.run is not None and isinstance(error, Exception):
+                self.run.start_failed(error)
             await self.end(lost=True)
             raise
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import tensorflow as tf
 
-from asupervisor.errors import SessionNotReady
+from asupervisor.errors import LogdirInUse, PeersUnreachable, PortInUse, RecoveryExhausted, SessionNotReady
 from asupervisor.events import EventSink
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
@@ -30,6 +30,12 @@ def is_loss(error: BaseException) -> bool:
     if isinstance(error, tf.errors.FailedPreconditionError):
         return bool(uninitialised_in(str(error)))
     return isinstance(error, tf.errors.AbortedError | tf.errors.UnavailableError | tf.errors.DeadlineExceededError)
+
+
+def is_worth_another_start(error: BaseException) -> bool:
+    """Whether a task that has ended with an error may do better when it is started again: others were in its way."""
+    last = error.last if isinstance(error, RecoveryExhausted) else error
+    return is_loss(last) or isinstance(last, PeersUnreachable | PortInUse | LogdirInUse | SessionNotReady)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

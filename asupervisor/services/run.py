@@ -24,7 +24,7 @@ import tensorflow as tf
 from asupervisor.checkpoint.records import CheckpointInfo, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
-from asupervisor.errors import PeersUnreachable, SessionClosed, WrongEventLoop, describe
+from asupervisor.errors import SessionClosed, StopRequested, WrongEventLoop, describe
 from asupervisor.events import Level, Status
 from asupervisor.runtime import signals
 from asupervisor.runtime.coordinator import Coordinator
@@ -33,7 +33,7 @@ from asupervisor.runtime.service import Service
 from asupervisor.services.beginning import Beginning
 from asupervisor.services.checkpointing import CheckpointService
 from asupervisor.services.feeders import make_feeders, report_starved
-from asupervisor.services.peers import is_loss
+from asupervisor.services.peers import is_worth_another_start
 from asupervisor.services.settings import RunSettings
 from asupervisor.services.step_counter import StepCounter
 from asupervisor.services.summaries import SummaryService
@@ -155,8 +155,14 @@ class SupervisedRun:
         try:
             return await self._start(host, master, config, wait_for_checkpoint, max_wait_secs, start_standard_services)
         except Exception as error:
-            self._start_error = describe(error)
+            self.start_failed(error)
             raise
+
+    def start_failed(self, error: Exception) -> None:
+        """The start has failed, here or in what follows. The others learn of it where it is not worth another one."""
+        self._start_error = describe(error)
+        stopped = isinstance(error, StopRequested)
+        self._leaves_as = "lost" if stopped or is_worth_another_start(error) else "failed"
 
     async def _start(
         self,
@@ -468,7 +474,7 @@ class SupervisedRun:
         """What the others are told of our end. Whom a signal has ended, or who has lost somebody, is expected back."""
         error = self._ending[0] or self._coordinator.error
         if isinstance(error, Exception):
-            return "lost" if is_loss(error) or isinstance(error, PeersUnreachable) else "failed"
+            return "lost" if is_worth_another_start(error) else "failed"
         if self._around.signalled or signals.received():
             return "lost"
         return "failed" if outcome is Outcome.CANCELLED else "done"

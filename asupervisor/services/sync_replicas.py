@@ -50,11 +50,17 @@ class SyncReplicas:
         self._runner = runner if is_chief else None
         self._tokens_op: Any = None
         self._waiting_tokens: Any = None
+        self._is_over: Any = None
+        self._renew_op: Any = None
         if is_chief:
             with graph.as_default():
                 self._tokens_op = optimizer.get_init_tokens_op(num_tokens)
                 queue = _tf.sync_token_queue_of(optimizer)
-                self._waiting_tokens = None if queue is None else queue.size()
+                if queue is not None:
+                    self._waiting_tokens = queue.size()
+                    self._is_over = queue.is_closed()
+                    with tf.device(queue.queue_ref.device):
+                        self._renew_op = tf.raw_ops.DestroyResourceOp(resource=queue.queue_ref)
 
     def initialise(self, raw: tf.compat.v1.Session) -> None:
         """Set the local step, and hand out the first tokens where there are none; blocking, on the device thread.
@@ -69,6 +75,10 @@ class SyncReplicas:
                     f"the model is not ready for the local state of SyncReplicasOptimizer: {state.message}"
                 )
             raw.run(self._local_init_op)
+            if self._is_over is not None and raw.run(self._is_over):
+                # A chief that was lost while it waited for its workers at its end is back. A queue cannot be opened
+                # again; whoever uses it next makes it anew.
+                raw.run(self._renew_op)
             # A model that was adopted has tokens under way; each further one would let a replica run ahead.
             if self._tokens_op is not None and not (self._waiting_tokens is not None and raw.run(self._waiting_tokens)):
                 raw.run(self._tokens_op)

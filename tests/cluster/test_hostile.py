@@ -103,6 +103,15 @@ def test_a_chief_that_leaves_by_itself_is_not_expected_back(
 
 
 @families
+def test_a_chief_that_cannot_start_is_not_expected_back(cluster: Callable[..., Cluster], family: str) -> None:
+    made = cluster(family=family, chief_grace_secs=0.5)
+    server, chief = made.start("ps"), made.start("chief", local_init_secs=-1.0)
+    assert chief.wait() == 1
+    assert "sleep length must be non-negative" in chief.text
+    assert server.wait() == 0
+
+
+@families
 def test_a_chief_whose_time_is_over_while_it_waits_is_not_expected_back(
     cluster: Callable[..., Cluster], family: str
 ) -> None:
@@ -167,6 +176,25 @@ def test_the_end_of_the_chief_releases_replicas_that_wait_for_tokens(
         assert task.ended_at - begun < 20
     assert not chief.records("cluster.workers_left")
     assert "OutOfRange" in worker.wait_for("stop.clean")["message"]
+
+
+@families
+def test_a_chief_of_replicas_that_is_lost_at_its_end_comes_back(cluster: Callable[..., Cluster], family: str) -> None:
+    """It has ended the queue of the tokens by then, and adopts the model with it."""
+    made = cluster(family=family, sync=1, save_secs=3600)
+    end = made.logdir.with_name("end")
+    server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief", until=str(end))
+    worker.wait_for("step")
+    worker.freeze()
+    end.touch()
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    chief.kill()
+    chief = made.start("chief", steps=last_step(chief) + 20)
+    chief.wait_for("cluster.adopted")
+    chief.wait_for("trained")
+    worker.thaw()
+    for task in (worker, chief, server):
+        assert task.wait() == 0
 
 
 async def test_the_first_parameter_server_is_the_last_one_to_go() -> None:
