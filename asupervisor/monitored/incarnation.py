@@ -111,9 +111,7 @@ class Incarnation:
         try:
             await self._introduce()
             self.coordinator.raise_requested_exception()
-        except BaseException as error:
-            if self.run is not None and isinstance(error, Exception):
-                self.run.start_failed(error)
+        except BaseException:
             await self.end(lost=True)
             raise
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 from asupervisor.checkpoint.records import CheckpointInfo, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
-from asupervisor.errors import SessionClosed, StopRequested, WrongEventLoop, describe
+from asupervisor.errors import SessionClosed, WrongEventLoop, describe
 from asupervisor.events import Level, Status
 from asupervisor.runtime import signals
 from asupervisor.runtime.coordinator import Coordinator
@@ -155,14 +155,8 @@ class SupervisedRun:
         try:
             return await self._start(host, master, config, wait_for_checkpoint, max_wait_secs, start_standard_services)
         except Exception as error:
-            self.start_failed(error)
+            self._start_error = describe(error)
             raise
-
-    def start_failed(self, error: Exception) -> None:
-        """The start has failed, here or in what follows. The others learn of it where it is not worth another one."""
-        self._start_error = describe(error)
-        stopped = isinstance(error, StopRequested)
-        self._leaves_as = "lost" if stopped or is_worth_another_start(error) else "failed"
 
     async def _start(
         self,
@@ -402,7 +396,9 @@ class SupervisedRun:
         settings = self._settings
         if self.adopted or not settings.is_chief:
             return True
-        return settings.peers is not None and await settings.peers.others_at_work()
+        if settings.peers is None or settings.sync_replicas is not None:  # without their chief, replicas cannot train
+            return False
+        return await settings.peers.others_at_work()
 
     async def read_step(self) -> int | None:
         """The global step now, read between two steps; None where there is none."""

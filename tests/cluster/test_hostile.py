@@ -103,15 +103,6 @@ def test_a_chief_that_leaves_by_itself_is_not_expected_back(
 
 
 @families
-def test_a_chief_that_cannot_start_is_not_expected_back(cluster: Callable[..., Cluster], family: str) -> None:
-    made = cluster(family=family, chief_grace_secs=0.5)
-    server, chief = made.start("ps"), made.start("chief", local_init_secs=-1.0)
-    assert chief.wait() == 1
-    assert "sleep length must be non-negative" in chief.text
-    assert server.wait() == 0
-
-
-@families
 def test_a_chief_whose_time_is_over_while_it_waits_is_not_expected_back(
     cluster: Callable[..., Cluster], family: str
 ) -> None:
@@ -197,6 +188,25 @@ def test_a_chief_of_replicas_that_is_lost_at_its_end_comes_back(cluster: Callabl
         assert task.wait() == 0
 
 
+def test_replicas_do_not_train_again_what_is_lost_at_the_end(cluster: Callable[..., Cluster]) -> None:
+    """They are at work, but cannot without their chief, whose training has ended: it is expected back."""
+    made = cluster(family="supervised", sync=1, save_secs=3600)
+    end = made.logdir.with_name("end")
+    server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief", until=str(end))
+    worker.wait_for("step")
+    worker.freeze()
+    end.touch()
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    server.kill()
+    server = made.start("ps")
+    assert chief.wait() == 138
+    assert server.running
+    worker.thaw()
+    chief = made.start("chief", steps=20)
+    for task in (worker, chief, server):
+        assert task.wait() == 0
+
+
 async def test_the_first_parameter_server_is_the_last_one_to_go() -> None:
     """Whoever cannot ask it any more does not know that the job is done, and would serve for ever."""
     other = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
@@ -272,7 +282,7 @@ def test_a_worker_is_told_when_the_chief_makes_the_model_anew(cluster: Callable[
     told = tasks["worker-0"].wait_for("session.recovering")
     assert "/job:chief/task:0" in told["message"]
     assert "makes the model anew" in told["message"]
-    assert tasks["worker-0"].wait_for("step", since=told["t"])["step"] > 0
+    tasks["worker-0"].wait_for("step", since=told["t"], where=lambda record: record["step"] > 0)
     before = [record["step"] for record in tasks["worker-0"].records("step") if record["t"] < told["t"]]
     assert before == sorted(before), "a step that was meant for the old model was applied to the new one"
 

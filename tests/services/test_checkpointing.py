@@ -550,7 +550,7 @@ async def test_too_little_grace_is_said(rig: Any) -> None:
     """A SIGTERM with less time than a save takes: rely on the last one, and say so."""
     made = await rig()
     await made.service.save()
-    made.service._cost_secs = 30.0
+    made.service.cost_secs = 30.0
     await steps(made, 1)
     assert await made.service.final_save(Outcome.STOPPED, timeout_secs=10) is None
     (message,) = made.messages("checkpoint.skipped")
