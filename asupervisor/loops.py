@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.errors import RecoveryExhausted, StopRequested, describe
-from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy
+from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy, recovered_message
 from asupervisor.runtime.looper import check_arguments
 
 if TYPE_CHECKING:
@@ -169,9 +169,7 @@ class _Attempt:
         step = self.run.start_step
         self._sv.coord.emit(
             "session.recovered",
-            f"recovered: {self.run.found}"
-            + ("" if step is None else f", at step {step}")
-            + (before.past and f" ({before.past})"),
+            recovered_message(self.run.found, step, before.past),
             level="warning",
             restored=self.run.restored_from is not None,
             step=step,

@@ -202,3 +202,14 @@ class RecoveryPolicy:
 
 def _grew(before: int | None, now: int | None) -> bool:
     return before is not None and now is not None and now > before
+
+
+def recovered_message(found: str, step: int | None, past: str) -> str:
+    """What is told of a recovery.
+
+    Args:
+        found: What became of the model.
+        step: The global step now, if it is known.
+        past: How far the model had come before, as far as that is known; or an empty string.
+    """
+    return f"recovered: {found}" + ("" if step is None else f", at step {step}") + (past and f" ({past})")

@@ -340,7 +340,7 @@ class Incarnation:
         if lost and self._plain is not None:
             self._plain.fail_held()  # they are for the next one, which is paused as well
         if outcome is not None and not outcome.clean and self.run is not None and not self.ending:
-            self.run.end_with(outcome.error, cancelled=outcome.reason == "cancelled")
+            self.run.ending.tell(outcome.error, cancelled=outcome.reason == "cancelled")
         self.ending = True
         if hurry:
             self._host.hurry()

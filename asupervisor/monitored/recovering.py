@@ -25,7 +25,7 @@ from asupervisor.events import EventSink
 from asupervisor.hooks.chain import raised_by_a_hook
 from asupervisor.hooks.protocol import HookOutcome
 from asupervisor.monitored.incarnation import Blueprint, Incarnation
-from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy
+from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy, recovered_message
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import Host
 
@@ -248,9 +248,7 @@ class Incarnations:
         else:
             self._emit(
                 "session.recovered",
-                f"recovered: {current.found}"
-                + ("" if current.last_step is None else f", at step {current.last_step}")
-                + (failed.past and f" ({failed.past})"),
+                recovered_message(current.found, current.last_step, failed.past),
                 level="warning",
                 restored=current.restored,
                 step=current.last_step,

@@ -33,6 +33,9 @@ _T = TypeVar("_T")
 _FIRST_BACKOFF_SECS = 1.0
 _LONGEST_BACKOFF_SECS = 60.0
 _POSTPONED_SECS = 1.0
+# After the stop, while others train on: until the first save, and between two of them where the timer goes by steps.
+_FIRST_MEANWHILE_SECS = 1.0
+_MEANWHILE_BY_STEPS_SECS = 60.0
 # Nothing gets better by trying again.
 _HOPELESS = (CheckpointNotRestored, LogdirInUse)
 
@@ -181,6 +184,24 @@ class CheckpointService:
         if not self._store.can_save:
             raise RuntimeError("there is nothing to save: the saver has no variables")
         return await asyncio.shield(self._request())
+
+    async def save_meanwhile(self, grace_secs: float) -> None:
+        """Save while others train on after the stop, as the timer did before, but leave its time to the last save.
+
+        Cancelling it ends it; a save that is under way is finished all the same.
+
+        Args:
+            grace_secs: What remains until the last save has to be done, in seconds.
+        """
+        deadline, pause_secs = self._clock.monotonic() + grace_secs, _FIRST_MEANWHILE_SECS
+        while True:
+            await self._clock.sleep(pause_secs)
+            # The others may end just after its beginning, and the last save begins after its end.
+            if self._clock.monotonic() + 2.5 * (self.cost_secs or 0.0) >= deadline:
+                return
+            with contextlib.suppress(Exception):  # told as an event
+                await self.save()
+            pause_secs = self._save_model_secs or _MEANWHILE_BY_STEPS_SECS
 
     async def final_save(self, outcome: Outcome, timeout_secs: float | None = None) -> CheckpointInfo | None:
         """The last save of a session; the timers are off from here on.

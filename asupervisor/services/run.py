@@ -26,14 +26,14 @@ from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.errors import SessionClosed, WrongEventLoop, describe
 from asupervisor.events import Level, Status
-from asupervisor.runtime import signals
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.runtime.service import Service
 from asupervisor.services.beginning import Beginning
 from asupervisor.services.checkpointing import CheckpointService
+from asupervisor.services.ending import SessionEnd
 from asupervisor.services.feeders import make_feeders, report_starved
-from asupervisor.services.peers import is_worth_another_start
+from asupervisor.services.peers import Peers
 from asupervisor.services.settings import RunSettings
 from asupervisor.services.step_counter import StepCounter
 from asupervisor.services.summaries import SummaryService
@@ -42,11 +42,6 @@ from asupervisor.session.elements import step_value
 from asupervisor.session.manager import SessionManager
 from asupervisor.session.session import AsyncSession
 from asupervisor.session.waiting import Patience
-
-#: A chief whose training has ended saves while it waits for its workers: after so long, in seconds, and then by its
-#: timer; or in this rhythm, where that goes by steps.
-FIRST_PAUSE_SECS = 1.0
-BY_STEPS_SECS = 60.0
 
 
 class SupervisedRun:
@@ -100,7 +95,8 @@ class SupervisedRun:
         self._summaries: SummaryService | None = None
         self._step_counter: StepCounter | None = None
         self._has_standard_services = False
-        self._ending: tuple[BaseException | None, bool] = (None, False)
+        self.ending = SessionEnd(self._coordinator, around)
+        """How it ends."""
         self._host: Host[AsyncSession] | None = None
         self._started_at = settings.clock.monotonic()
         self._seen_step: int | None = None  # of what has been given up, or saved
@@ -219,7 +215,7 @@ class SupervisedRun:
                 settings.sync_replicas.aggregate,
                 session,
                 self._coordinator,
-                lambda: self._leaving_as(self._outcome()) == "done",
+                lambda: self.ending.leaves_as(self._outcome()) == "done",
             )
         if settings.peers is not None:
             host.spawn("cluster", settings.peers.watch, on_stop="cancel")
@@ -419,25 +415,15 @@ class SupervisedRun:
             runs = self.session.statistics().writing_runs
             if runs == self._settled_runs:
                 return  # once more, since the session is closed now: the others have been waited for
-            self._leaves_as = self._leaving_as(outcome)
+            self._leaves_as = self.ending.leaves_as(outcome)
             if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
                 return  # the model is with the others, or nowhere
             if self._leaves_as == "done" and host is not None:
-                grace_secs = host.grace_left
-                save_secs = 0.0 if self._checkpoints is None else self._checkpoints.cost_secs or 0.0
-                limit_secs = grace_secs - max(0.2 * grace_secs, 1.5 * save_secs)
-                saving = asyncio.ensure_future(self._save_meanwhile(grace_secs))
-                try:
-                    await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
-                except tf.errors.AbortedError as error:
-                    loss = error
-                finally:
-                    saving.cancel()
-                    await asyncio.wait([saving])
+                loss = await self._wait_for_others(peers, host.grace_left)
                 outcome = self._outcome()
-                self._leaves_as = "lost" if loss else self._leaving_as(outcome)
-        if self._checkpoints is not None and self._settings.saves_by_itself and self._settings.save_on_exit:
-            await self._checkpoints.final_save(outcome, host.grace_left if host else None)
+                self._leaves_as = "lost" if loss else self.ending.leaves_as(outcome)
+        if self._last_saver is not None:
+            await self._last_saver.final_save(outcome, host.grace_left if host else None)
         self._settled_runs = runs
         self.settled = True
         if loss is not None:  # others go on, so that this is not the end: whoever can begins again
@@ -446,50 +432,35 @@ class SupervisedRun:
             finally:
                 loss = None
 
-    async def _save_meanwhile(self, grace_secs: float) -> None:
-        """Save while others train on, as the timer did until the stop; but leave its time to the last save."""
-        clock, pause_secs = self._settings.clock, FIRST_PAUSE_SECS
-        deadline = clock.monotonic() + grace_secs
-        while True:
-            await clock.sleep(pause_secs)
-            if self._checkpoints is None or not (self._settings.saves_by_itself and self._settings.save_on_exit):
-                return
-            # The others may end just after its beginning, and the last save begins after its end.
-            if clock.monotonic() + 2.5 * (self._checkpoints.cost_secs or 0.0) >= deadline:
-                return
-            with contextlib.suppress(Exception):  # told as an event
-                await self._checkpoints.save()
-            pause_secs = self._settings.save_model_secs or BY_STEPS_SECS
+    async def _wait_for_others(self, peers: Peers, grace_secs: float) -> tf.errors.AbortedError | None:
+        """Wait until nobody trains any more, and save meanwhile; the loss that has ended the wait, or None."""
+        limit_secs, saving = 0.8 * grace_secs, None
+        if self._last_saver is not None:
+            limit_secs = min(limit_secs, grace_secs - 1.5 * (self._last_saver.cost_secs or 0.0))
+            saving = asyncio.ensure_future(self._last_saver.save_meanwhile(grace_secs))
+        try:
+            await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
+        except tf.errors.AbortedError as error:
+            return error
+        finally:
+            if saving is not None:
+                saving.cancel()
+                await asyncio.wait([saving])
+        return None
+
+    @property
+    def _last_saver(self) -> CheckpointService | None:
+        """Who saves at the end, if anybody does."""
+        saves = self._settings.saves_by_itself and self._settings.save_on_exit
+        return self._checkpoints if saves else None
 
     def _is_hurried(self) -> bool:
         """Whether somebody does not want to wait for other tasks: a signal has come, or a cancellation."""
         host = self._host
         return self._hurried() or self._around.signalled or (host is not None and host.interrupted)
 
-    def _leaving_as(self, outcome: Outcome) -> Literal["done", "failed", "lost"]:
-        """What the others are told of our end. Whom a signal has ended, or who has lost somebody, is expected back."""
-        error = self._ending[0] or self._coordinator.error
-        if isinstance(error, Exception):
-            return "lost" if is_worth_another_start(error) else "failed"
-        if self._around.signalled or signals.received():
-            return "lost"
-        return "failed" if outcome is Outcome.CANCELLED else "done"
-
-    def end_with(self, error: BaseException | None, *, cancelled: bool) -> None:
-        """Tell how the session ends, where its own coordinator does not know."""
-        self._ending = (error, cancelled)
-
     def _outcome(self) -> Outcome:
-        error, cancelled = self._ending
-        error = error or self._coordinator.error
-        if cancelled and not isinstance(error, Exception):
-            return Outcome.CANCELLED
-        if error is not None:
-            failed = self.session.failed_training_run
-            return Outcome.STEP_ERROR if error is failed else Outcome.ERROR
-        if self._host is not None and self._host.interrupted:
-            return Outcome.CANCELLED
-        return Outcome.STOPPED
+        return self.ending.outcome(self.session, self._host is not None and self._host.interrupted)
 
     async def release(self) -> None:
         """Close the session and let go of it: what is left is how things stood."""
@@ -515,7 +486,7 @@ class SupervisedRun:
             # The session refers to us through its `close`: without this, only the garbage collector could free it.
             self._session = self._host = None
             self._checkpoints = self._summaries = self._step_counter = None
-            self._ending = (None, False)  # an error has a traceback that leads to whoever made us
+            self.ending.forget()
 
     async def _close_session(self) -> None:
         """What `AsyncSession.close` does for a session of a supervisor: end everything, then raise the first error."""

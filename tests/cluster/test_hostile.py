@@ -169,16 +169,25 @@ def test_the_end_of_the_chief_releases_replicas_that_wait_for_tokens(
     assert "OutOfRange" in worker.wait_for("stop.clean")["message"]
 
 
-@families
-def test_a_chief_of_replicas_that_is_lost_at_its_end_comes_back(cluster: Callable[..., Cluster], family: str) -> None:
-    """It has ended the queue of the tokens by then, and adopts the model with it."""
+def chief_of_replicas_at_its_end(
+    cluster: Callable[..., Cluster], family: str
+) -> tuple[Cluster, Process, Process, Process]:
+    """A chief that waits for its worker, which is frozen, so that it does not end; with its server."""
     made = cluster(family=family, sync=1, save_secs=3600)
     end = made.logdir.with_name("end")
     server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief", until=str(end))
-    worker.wait_for("step")
+    for task in (worker, chief):
+        task.wait_for("step")
     worker.freeze()
     end.touch()
     chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    return made, server, worker, chief
+
+
+@families
+def test_a_chief_of_replicas_that_is_lost_at_its_end_comes_back(cluster: Callable[..., Cluster], family: str) -> None:
+    """It has ended the queue of the tokens by then, and adopts the model with it."""
+    made, server, worker, chief = chief_of_replicas_at_its_end(cluster, family)
     chief.kill()
     chief = made.start("chief", steps=last_step(chief) + 20)
     chief.wait_for("cluster.adopted")
@@ -190,13 +199,7 @@ def test_a_chief_of_replicas_that_is_lost_at_its_end_comes_back(cluster: Callabl
 
 def test_replicas_do_not_train_again_what_is_lost_at_the_end(cluster: Callable[..., Cluster]) -> None:
     """They are at work, but cannot without their chief, whose training has ended: it is expected back."""
-    made = cluster(family="supervised", sync=1, save_secs=3600)
-    end = made.logdir.with_name("end")
-    server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief", until=str(end))
-    worker.wait_for("step")
-    worker.freeze()
-    end.touch()
-    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    made, server, worker, chief = chief_of_replicas_at_its_end(cluster, "supervised")
     server.kill()
     server = made.start("ps")
     assert chief.wait() == 138

@@ -558,6 +558,22 @@ async def test_too_little_grace_is_said(rig: Any) -> None:
     assert made.steps == [0]
 
 
+async def test_while_others_train_on_it_saves_and_leaves_the_last_save_its_time(rig: Any, clock: Any) -> None:
+    made = await rig(save_model_secs=10)
+    saving = asyncio.ensure_future(made.service.save_meanwhile(60.0))
+    assert await clock.sleepers(1) == (1.0,)
+    await clock.advance(1)
+    assert await clock.sleepers(1) == (10.0,)
+    assert made.steps == [0]
+    await steps(made, 1)
+    made.service.cost_secs = 20.0  # 49 s are left for this one and the last one, which may be slower
+    await clock.advance(10)
+    await saving
+    assert made.steps == [0]
+    assert await made.service.final_save(Outcome.STOPPED, timeout_secs=49) is not None
+    assert made.steps == [0, 1]
+
+
 async def test_a_failure_of_the_final_save_is_raised(rig: Any) -> None:
     made = await rig(faults=Failing())
     await steps(made, 1)
