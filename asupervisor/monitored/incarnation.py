@@ -190,8 +190,8 @@ class Incarnation:
             slice(0, of.chief_hooks), session, self.coordinator, self._blocking, self.on_device
         )
         if of.services and self.run is not None:
-            self.run.start_standard_services(self._host, session)
-            await self.run.first_save()
+            self.run.services.start(self._host, session, self.run.start_step)
+            await self.run.services.first_save()
         await chain.after_create_session(
             slice(of.chief_hooks, None), session, self.coordinator, self._blocking, self.on_device
         )
@@ -356,7 +356,7 @@ class Incarnation:
             if self.loss is None:
                 await self.run.settle()
             else:
-                await self.run.drain()
+                await self.run.services.drain()
         except Exception:
             self.settled = True
             raise

@@ -67,7 +67,7 @@ class SupervisorControls(SupervisorProperties):
                 "Only chief supervisor can start standard services. Because only chief supervisors can write events."
             )
         hosted = self._active("start_standard_services()", sess)
-        return hosted.run.start_standard_services(hosted.host, sess)
+        return hosted.run.services.start(hosted.host, sess, hosted.run.start_step)
 
     def start_queue_runners(self, sess: AsyncSession, queue_runners: Iterable[Any] | None = None) -> list[Service]:
         """Start feeders for the graph's QueueRunners, or for those given; `managed_session` does so by itself.

@@ -14,7 +14,6 @@ Everything here runs on the event loop; what blocks goes to the device thread or
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
@@ -30,13 +29,11 @@ from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.runtime.service import Service
 from asupervisor.services.beginning import Beginning
-from asupervisor.services.checkpointing import CheckpointService
 from asupervisor.services.ending import SessionEnd
 from asupervisor.services.feeders import make_feeders, report_starved
 from asupervisor.services.peers import Peers
 from asupervisor.services.settings import RunSettings
-from asupervisor.services.step_counter import StepCounter
-from asupervisor.services.summaries import SummaryService
+from asupervisor.services.standard import StandardServices
 from asupervisor.services.surroundings import Surroundings
 from asupervisor.session.elements import step_value
 from asupervisor.session.manager import SessionManager
@@ -91,15 +88,12 @@ class SupervisedRun:
         self._manager = session_manager
         self._store = store
         self._session: AsyncSession | None = None
-        self._checkpoints: CheckpointService | None = None
-        self._summaries: SummaryService | None = None
-        self._step_counter: StepCounter | None = None
-        self._has_standard_services = False
+        self.services = StandardServices(settings, around, store, self._coordinator)
+        """What saves, summarises and counts beside the training."""
         self.ending = SessionEnd(self._coordinator, around)
         """How it ends."""
         self._host: Host[AsyncSession] | None = None
         self._started_at = settings.clock.monotonic()
-        self._seen_step: int | None = None  # of what has been given up, or saved
         self._start_error: str | None = None
         self._final: Status | None = None
         self._leaves_as: Literal["done", "failed", "lost"] = "lost"
@@ -207,7 +201,7 @@ class SupervisedRun:
         )
         if start_standard_services:
             if settings.is_chief and settings.logdir is not None:
-                self.start_standard_services(host, session)
+                self.services.start(host, session, self.start_step)
             self.start_queue_runners(host, session, None)
         if settings.sync_replicas is not None:
             host.spawn(
@@ -243,59 +237,6 @@ class SupervisedRun:
 
     # ------------------------------------------------------------------ services
 
-    def start_standard_services(self, host: Host[AsyncSession], session: AsyncSession) -> list[Service] | None:
-        """See `Supervisor.start_standard_services`."""
-        settings, elements = self._settings, self._settings.elements
-        without_logdir = settings.services_without_logdir and self._writer is not None
-        if settings.logdir is None and not without_logdir:
-            self._emit("services.no_logdir", "standard services need a logdir; none started", level="warning")
-            return None
-        if self._has_standard_services:  # a second set would fight with the first one for directory and device
-            return []
-        self._has_standard_services = True
-        services: list[Service] = []
-        shared: dict[str, Any] = {
-            "coordinator": self._coordinator,
-            "clock": settings.clock,
-            "emit": self._emit,
-        }
-        if self._writer is not None:
-            if self.start_step is not None:
-                self._writer.add_session_log("START", self.start_step)
-            if elements.summary_op is not None and (settings.save_summaries_secs or settings.save_summaries_steps):
-                self._summaries = SummaryService(
-                    session,
-                    self._writer,
-                    elements.summary_op,
-                    global_step=elements.global_step,
-                    save_summaries_secs=settings.save_summaries_secs,
-                    save_summaries_steps=settings.save_summaries_steps,
-                    **shared,
-                )
-                services.append(host.spawn(self._summaries.name, self._summaries.run))
-            by_steps = settings.log_step_count_steps
-            if elements.global_step is not None and (by_steps or settings.save_summaries_secs):
-                self._step_counter = StepCounter(
-                    session,
-                    self._writer,
-                    global_step=elements.global_step,
-                    every_secs=None if by_steps else settings.save_summaries_secs,
-                    every_steps=by_steps,
-                    **shared,
-                )
-                services.append(host.spawn(self._step_counter.name, self._step_counter.run))
-        if settings.saves_by_itself and self._store is not None:
-            self._checkpoints = CheckpointService(
-                session,
-                self._store,
-                save_model_secs=settings.save_model_secs,
-                save_model_steps=settings.save_model_steps,
-                on_saved=self._saved,
-                **shared,
-            )
-            services.append(host.spawn(self._checkpoints.name, self._checkpoints.run))
-        return services
-
     def _emit_of_session(self, kind: str, message: str, *, level: Level = "info", **data: Any) -> None:
         self._emit(kind, message, level=level, **data)
         if kind == "step.starved" and self._session is not None:
@@ -310,41 +251,9 @@ class SupervisedRun:
         feeders = make_feeders(session, queue_runners, coordinator=self._coordinator, emit=self._emit)
         return [host.spawn(feeder.name, feeder.run) for feeder in feeders]
 
-    def _saved(self, info: CheckpointInfo) -> None:
-        self._seen_step = info.step
-        # The writer may be closed already: by `stop()`, before a session that went on was closed.
-        if self._writer is not None and info.step is not None and not self._writer.closed:
-            self._writer.add_session_log("CHECKPOINT", info.step, checkpoint_path=info.prefix)
-
     async def save(self) -> CheckpointInfo:
         """See `Supervisor.save`."""
-        if self._store is None or not self._settings.saves:
-            raise RuntimeError(
-                f"{self._settings.name} cannot save: that needs a chief with a logdir and a saver "
-                f"(is_chief={self._settings.is_chief}, logdir={self._settings.logdir!r}, "
-                f"saver={self._settings.elements.saver!r})"
-            )
-        if self._checkpoints is None:  # no interval, no service: saving is by hand only
-            self._checkpoints = CheckpointService(
-                self.session,
-                self._store,
-                coordinator=self._coordinator,
-                clock=self._settings.clock,
-                emit=self._emit,
-                on_saved=self._saved,
-            )
-        return await self._checkpoints.save()
-
-    async def first_save(self) -> None:
-        """Wait for the save with which the checkpoint service begins; a failure of it is its business."""
-        if self._checkpoints is not None and self._settings.saves_by_itself:
-            with contextlib.suppress(Exception):
-                await self._checkpoints.save()
-
-    async def drain(self) -> None:
-        """Wait, for a moment, for saves under way: what is published must not be younger than the next session."""
-        if self._checkpoints is not None:
-            await self._checkpoints.drain(KILL_GRACE_SECS)
+        return await self.services.save(self.session)
 
     async def summary_computed(self, summary: Any, global_step: int | None) -> None:
         """See `Supervisor.summary_computed`."""
@@ -382,10 +291,7 @@ class SupervisedRun:
     @property
     def last_step(self) -> int | None:
         """The global step as last seen, or None; any thread."""
-        counted = None if self._step_counter is None else self._step_counter.last_step
-        taken = None if self._checkpoints is None else self._checkpoints.last_step
-        seen = (self.start_step, self._seen_step, counted, taken)
-        return max((step for step in seen if step is not None), default=None)
+        return max((step for step in (self.start_step, self.services.last_step) if step is not None), default=None)
 
     async def goes_on(self) -> bool:
         """Whether the model is the one that was there before, or others look after it."""
@@ -422,8 +328,8 @@ class SupervisedRun:
                 loss = await self._wait_for_others(peers, host.grace_left)
                 outcome = self._outcome()
                 self._leaves_as = "lost" if loss else self.ending.leaves_as(outcome)
-        if self._last_saver is not None:
-            await self._last_saver.final_save(outcome, host.grace_left if host else None)
+        if self.services.last_saver is not None:
+            await self.services.last_saver.final_save(outcome, host.grace_left if host else None)
         self._settled_runs = runs
         self.settled = True
         if loss is not None:  # others go on, so that this is not the end: whoever can begins again
@@ -435,9 +341,9 @@ class SupervisedRun:
     async def _wait_for_others(self, peers: Peers, grace_secs: float) -> tf.errors.AbortedError | None:
         """Wait until nobody trains any more, and save meanwhile; the loss that has ended the wait, or None."""
         limit_secs, saving = 0.8 * grace_secs, None
-        if self._last_saver is not None:
-            limit_secs = min(limit_secs, grace_secs - 1.5 * (self._last_saver.cost_secs or 0.0))
-            saving = asyncio.ensure_future(self._last_saver.save_meanwhile(grace_secs))
+        if self.services.last_saver is not None:
+            limit_secs = min(limit_secs, grace_secs - 1.5 * (self.services.last_saver.cost_secs or 0.0))
+            saving = asyncio.ensure_future(self.services.last_saver.save_meanwhile(grace_secs))
         try:
             await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
         except tf.errors.AbortedError as error:
@@ -447,12 +353,6 @@ class SupervisedRun:
                 saving.cancel()
                 await asyncio.wait([saving])
         return None
-
-    @property
-    def _last_saver(self) -> CheckpointService | None:
-        """Who saves at the end, if anybody does."""
-        saves = self._settings.saves_by_itself and self._settings.save_on_exit
-        return self._checkpoints if saves else None
 
     def _is_hurried(self) -> bool:
         """Whether somebody does not want to wait for other tasks: a signal has come, or a cancellation."""
@@ -466,8 +366,8 @@ class SupervisedRun:
         """Close the session and let go of it: what is left is how things stood."""
         session, host = self._session, self._host
         try:
-            if not (self._settings.saves_by_itself and self._settings.save_on_exit):
-                await self.drain()  # no last save has waited for those that were asked for
+            if self.services.last_saver is None:
+                await self.services.drain()  # no last save has waited for those that were asked for
             if session is not None and not await session.close_raw(KILL_GRACE_SECS):
                 if session.raw.sess_str:
                     self._emit("session.close_late", "the session's close waits for a peer, and is left to itself")
@@ -482,10 +382,9 @@ class SupervisedRun:
         finally:
             if host is not None:
                 self._final = self.status(host)
-            self._seen_step = self.last_step
             # The session refers to us through its `close`: without this, only the garbage collector could free it.
             self._session = self._host = None
-            self._checkpoints = self._summaries = self._step_counter = None
+            self.services.forget()
             self.ending.forget()
 
     async def _close_session(self) -> None:
@@ -513,7 +412,7 @@ class SupervisedRun:
         services = tuple(service.status() for service in host.services)
         if self._final is not None:
             return replace(self._final, state=host.state, services=services)
-        settings, session, counter = self._settings, self._session, self._step_counter
+        settings, session, standard = self._settings, self._session, self.services
         error = self._coordinator.error
         return Status(
             name=settings.name,
@@ -523,11 +422,11 @@ class SupervisedRun:
             uptime_secs=settings.clock.monotonic() - self._started_at,
             global_step=self.last_step,
             start_step=self.start_step,
-            steps_per_sec=None if counter is None else counter.steps_per_sec,
+            steps_per_sec=standard.steps_per_sec,
             scalars={} if self._writer is None else self._writer.scalars,
             services=services,
             last_checkpoint=None if self._store is None else self._store.last_prefix,
-            summary_failures=0 if self._summaries is None else self._summaries.failures,
+            summary_failures=standard.summary_failures,
             session=None if session is None else session.statistics(),
             error=self._start_error if error is None else describe(error),
         )
