@@ -67,6 +67,13 @@ def telling_line(error: BaseException) -> str:
     return " ".join(words[: 2 if names_its_task else 1])
 
 
+def errors_in(error: BaseException) -> list[BaseException]:
+    """The errors of an exception group, such as a task group raises; of any other error, itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [each for member in error.exceptions for each in errors_in(member)]
+
+
 class SupervisorError(Exception):
     """The root of asupervisor's own exceptions."""
 

@@ -148,8 +148,11 @@ class RecoveryPolicy:
     def recovers(self, error: BaseException, origin: Origin) -> bool:
         """Whether this is an error to recover from, budget aside.
 
-        Of TensorFlow's FailedPreconditionErrors only those are that tell of a variable which is not initialised.
+        Of TensorFlow's FailedPreconditionErrors only those are that tell of a variable which is not initialised; of
+        exception groups, those in which every error is.
         """
+        if isinstance(error, BaseExceptionGroup):
+            return all(self.recovers(each, origin) for each in error.exceptions)
         if origin not in self.origins or not isinstance(error, self.errors) or isinstance(error, SessionNotReady):
             return False
         return not isinstance(error, tf.errors.FailedPreconditionError) or bool(uninitialised_in(str(error)))

@@ -7,7 +7,7 @@ Run::
     pytest examples/test_training.py
 
 Set-up, test and tear-down of an async fixture are three different tasks: the managed session does not mind. The
-pytest plugin that comes with asupervisor fails a test that forgets to close its session.
+pytest plugin that comes with asupervisor fails a test that leaves threads of a session behind.
 """
 
 from __future__ import annotations

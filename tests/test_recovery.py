@@ -48,6 +48,12 @@ def test_other_errors_are_not(error: Exception) -> None:
     assert decision.history == RecoveryHistory()
 
 
+def test_a_group_is_recovered_from_where_each_of_its_errors_is() -> None:
+    group = ExceptionGroup("of tasks", [ABORTED, ExceptionGroup("of others", [ABORTED])])
+    assert decide(RecoveryPolicy(), error=group).restart
+    assert not decide(RecoveryPolicy(), error=ExceptionGroup("of tasks", [ABORTED, OTHER])).restart
+
+
 @pytest.mark.parametrize("origin", ["hook", "step_fn"])
 def test_what_a_user_raises_is_meant(origin: Any) -> None:
     assert not decide(RecoveryPolicy(), origin=origin).restart

@@ -140,7 +140,8 @@ def parse(text: str | None, *, source: str = VARIABLE) -> Layout:
         raise ClusterConfigError(
             f'{source} does not say which task this is: add "task": {{"type": "worker", "index": 0}}'
         )
-    return layout(config.get("cluster") or {}, task["type"], task.get("index", 0), source=source)
+    cluster = config.get("cluster")
+    return layout({} if cluster is None else cluster, task["type"], task.get("index", 0), source=source)
 
 
 def layout(cluster: Mapping[str, Any], job: Any, index: Any, *, source: str = "the cluster") -> Layout:
@@ -169,7 +170,7 @@ def layout(cluster: Mapping[str, Any], job: Any, index: Any, *, source: str = "t
     for name in ("chief", "master"):
         if len(jobs.get(name, ())) > 1:
             raise ClusterConfigError(f"{source}: there can be one {name} only: make the others workers")
-    if isinstance(index, str) and index.isdecimal():
+    if isinstance(index, str) and _is_number(index):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise ClusterConfigError(f"{source}: task index {index!r} must be a number from 0")
@@ -198,7 +199,7 @@ def layout(cluster: Mapping[str, Any], job: Any, index: Any, *, source: str = "t
 
 def _members(job: str, found: Any, source: str) -> tuple[Member, ...]:
     if isinstance(found, Mapping):
-        numbers = sorted(int(number) for number in found if str(number).isdecimal())
+        numbers = sorted(int(number) for number in found if _is_number(str(number)))
         if numbers != list(range(len(found))):
             raise ClusterConfigError(
                 f"{source}: {job} has addresses for {', '.join(map(str, found))} only: a sparse cluster cannot work, "
@@ -213,9 +214,21 @@ def _members(job: str, found: Any, source: str) -> tuple[Member, ...]:
 
 def _member(job: str, index: int, address: Any, source: str) -> Member:
     match = _ADDRESS.fullmatch(address.removeprefix("grpc://")) if isinstance(address, str) else None
-    if match is None or not 0 < int(match["port"]) < 65536:
+    if match is None or not 0 < int(match["port"]) < 65536 or not _can_be_a_host(match["host"]):
         raise ClusterConfigError(f'{source}: {job} {index} has the address {address!r}: write "host:port"')
     return Member(job, index, match["host"], int(match["port"]))
+
+
+def _can_be_a_host(name: str) -> bool:
+    try:
+        name.encode("idna")
+    except UnicodeError:  # an empty part, or one that is too long
+        return False
+    return True
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
 
 
 def _check_distinct(jobs: Mapping[str, tuple[Member, ...]], source: str) -> None:

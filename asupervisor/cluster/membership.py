@@ -324,8 +324,8 @@ class Membership:
             return
         try:
             if not await self._until_workers_end(limit_secs, REJOIN_SECS, hurried) and not hurried():
-                raise tf.errors.AbortedError(None, None, "a parameter server does not answer")
-        except tf.errors.AbortedError:
+                raise tf.errors.DeadlineExceededError(None, None, "a parameter server does not answer")
+        except (tf.errors.AbortedError, tf.errors.DeadlineExceededError):
             if self._get_register().workers_at_work:
                 raise
 
@@ -357,7 +357,10 @@ class Membership:
         coming_since: dict[Member, float] = {}
         told_at, heard_at = -math.inf, clock.monotonic()
         while not hurried():
-            reading = await self._look()
+            reading = None
+            left_secs = min(deadline, heard_at + silence_secs) - clock.monotonic()
+            with anyio.move_on_after(max(left_secs, LOOK_EVERY_SECS)):  # a frozen server answers when it is thawed
+                reading = await self._look()
             if reading is None:  # perhaps it is only slow
                 if clock.monotonic() >= min(deadline, heard_at + silence_secs):
                     return False

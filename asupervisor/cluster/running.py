@@ -30,6 +30,7 @@ from asupervisor.errors import (
     ClusterConfigError,
     StopGraceExceeded,
     StopRequested,
+    errors_in,
     telling_line,
 )
 from asupervisor.runtime import signals
@@ -42,9 +43,12 @@ EXIT_CONFIG: Final = 2
 
 
 def exit_code(error: BaseException | None) -> int:
-    """The exit code for what ended a task; None for a clean end."""
+    """The exit code for what ended a task; None for a clean end. For a group it is that of all its errors, or 1."""
     if error is None:
         return 0
+    if isinstance(error, BaseExceptionGroup):
+        codes = {exit_code(each) for each in error.exceptions}
+        return codes.pop() if len(codes) == 1 else 1
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
@@ -91,18 +95,23 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
     if received and (told_to_end or overdue or code == EXIT_LOST):
         code = 128 + received[0]
         if overdue and error is not None:  # behind a frozen peer, say: that is told, and no reason not to come back
-            print(f"{type(error).__name__}: {telling_line(error)}", file=sys.stderr, flush=True)
+            _print_lines(error)
     elif error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
         if code == 1:
             traceback.print_exception(error)
         else:
-            print(f"{type(error).__name__}: {telling_line(error)}", file=sys.stderr, flush=True)
+            _print_lines(error)
     if not received:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
     _end_at_once(code)
     sys.exit(code)
+
+
+def _print_lines(error: BaseException) -> None:
+    for each in errors_in(error):
+        print(f"{type(each).__name__}: {telling_line(each)}", file=sys.stderr, flush=True)
 
 
 def _end_at_once(code: int) -> None:

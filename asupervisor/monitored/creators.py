@@ -273,6 +273,9 @@ class _ScaffoldedCreator(SessionCreator):
 class ChiefSessionCreator(_ScaffoldedCreator):
     """Makes a chief's sessions: initialised, or restored from a checkpoint.
 
+    It saves nothing itself. In a cluster, hooks have their last calls before the workers are waited for: where one of
+    them saves then, such as TensorFlow's `CheckpointSaverHook`, let the body end with ``await task.join()``.
+
     Source: `tf.compat.v1.train.ChiefSessionCreator`.
 
     Args:

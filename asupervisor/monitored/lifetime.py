@@ -109,7 +109,7 @@ class Lifetime:
         self._host: Host[None] | None = None
         self._ending: HookOutcome | None = None
         self._was_finalized = False
-        self._released = self._started = False
+        self._released = self._started = self._took_over = False
         self._last_status: Status | None = None
 
     # ------------------------------------------------------------------ the start
@@ -325,9 +325,10 @@ class Lifetime:
             self._take_over_error(current)
 
     def _take_over_error(self, current: Incarnation) -> None:
-        error_of_service = current.coordinator.error
-        if error_of_service is not None and error_of_service is not self.coord.error:
-            self.coord.record(error_of_service, "a service")
+        error = current.coordinator.error
+        if error is not None and error is not self.coord.error and not self._took_over:
+            self.coord.record(error, "a service")
+        self._took_over = True
 
     def _saves_at_the_end(self, current: Incarnation | None) -> bool:
         """Whether a final save is due that has not been made."""
@@ -371,7 +372,7 @@ class Lifetime:
         if saving and current is not None and not current.ending:
             self.coord.record(StopGraceExceeded.of_final_save(self._stop_grace_secs), "the final save")
             saving = False
-        outcome = self._how_it_ends()
+        outcome, lost = self._how_it_ends(), current is not None and current.loss is not None
         try:
             await end_parts(self.stream_parts, KILL_GRACE_SECS, self.emit)
             with anyio.move_on_after(KILL_GRACE_SECS):  # the device thread may be stuck
@@ -379,9 +380,9 @@ class Lifetime:
             self.chain.tell_of_missing_calls()
             self._note_outcome(outcome)
             await self.incarnations.end(outcome, lost=True)
-            if saving and current is not None:
+            if current is not None and not lost:
                 self._take_over_error(current)
-                if not current.settled:
+                if saving and not current.settled:
                     self.coord.record(StopGraceExceeded.of_final_save(self._stop_grace_secs), "the final save")
         finally:
             self._last_status = self.status()

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import tensorflow as tf
 
-from asupervisor.errors import LogdirInUse, PeersUnreachable, PortInUse, RecoveryExhausted, SessionNotReady
+from asupervisor.errors import LogdirInUse, PeersUnreachable, PortInUse, RecoveryExhausted, SessionNotReady, errors_in
 from asupervisor.events import EventSink
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
@@ -34,8 +34,10 @@ def is_loss(error: BaseException) -> bool:
 
 def is_worth_another_start(error: BaseException) -> bool:
     """Whether a task that has ended with an error may do better when it is started again: others were in its way."""
-    last = error.last if isinstance(error, RecoveryExhausted) else error
-    return is_loss(last) or isinstance(last, PeersUnreachable | PortInUse | LogdirInUse | SessionNotReady)
+    if isinstance(error, RecoveryExhausted):
+        return is_worth_another_start(error.last)
+    again = (PeersUnreachable, PortInUse, LogdirInUse, SessionNotReady)
+    return all(is_loss(each) or isinstance(each, again) for each in errors_in(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +139,8 @@ class Peers(Protocol):
         """Wait until nobody changes the model any more, or for as long as nobody is in a hurry.
 
         Raises:
-            tf.errors.AbortedError: A parameter server is lost, or silent, and somebody is at work.
+            tf.errors.AbortedError: A parameter server is lost, and somebody is at work.
+            tf.errors.DeadlineExceededError: Likewise, but it is silent only.
         """
 
     async def others_at_work(self) -> bool:

@@ -312,47 +312,60 @@ class SupervisedRun:
     # ------------------------------------------------------------------ the end
 
     async def settle(self) -> None:
-        """The final save, where there is anything to save that is not saved yet."""
-        host, peers = self._host, self._settings.peers
-        outcome = self._outcome()
-        runs: int | None = None
-        loss: tf.errors.AbortedError | None = None
-        if peers is not None:
-            runs = self.session.statistics().writing_runs
-            if runs == self._settled_runs:
-                return  # once more, since the session is closed now: the others have been waited for
-            self._leaves_as = self.ending.leaves_as(outcome)
-            if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
-                return  # the model is with the others, or nowhere
-            if self._leaves_as == "done" and host is not None:
-                loss = await self._wait_for_others(peers, host.grace_left)
-                outcome = self._outcome()
-                self._leaves_as = "lost" if loss else self.ending.leaves_as(outcome)
-        if self.services.last_saver is not None:
-            await self.services.last_saver.final_save(outcome, host.grace_left if host else None)
-        self._settled_runs = runs
-        self.settled = True
-        if loss is not None:  # others go on, so that this is not the end: whoever can begins again
-            try:
-                raise loss
-            finally:
-                loss = None
+        """The final save, where there is anything to save that is not saved yet; in a cluster, after the others."""
+        if self._settings.peers is None:
+            await self._save_at_last(self._outcome())
+            self.settled = True
+        else:
+            await self._settle_among(self._settings.peers)
 
-    async def _wait_for_others(self, peers: Peers, grace_secs: float) -> tf.errors.AbortedError | None:
-        """Wait until nobody trains any more, and save meanwhile; the loss that has ended the wait, or None."""
-        limit_secs, saving = 0.8 * grace_secs, None
-        if self.services.last_saver is not None:
-            limit_secs = min(limit_secs, grace_secs - 1.5 * (self.services.last_saver.cost_secs or 0.0))
-            saving = asyncio.ensure_future(self.services.last_saver.save_meanwhile(grace_secs))
+    async def _settle_among(self, peers: Peers) -> None:
+        runs = self.session.statistics().writing_runs
+        if runs == self._settled_runs:
+            return  # once more, since the session is closed now: the others have been waited for
+        outcome = self._outcome()
+        self._leaves_as = self.ending.leaves_as(outcome)
+        if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
+            return  # the model is with the others, or nowhere
+        try:
+            if self._leaves_as == "done" and self._host is not None:
+                try:
+                    await self._wait_for_others(peers, self._host.grace_left)
+                except tf.errors.AbortedError:
+                    self.settled = await self._save_at_last(outcome) is not None  # what is left of it may be whole
+                    self._settled_runs = runs
+                    raise
+                outcome = self._outcome()
+                self._leaves_as = self.ending.leaves_as(outcome)
+            saved = await self._save_at_last(outcome)
+            if self._leaves_as == "done" and saved is None and self.services.last_saver is not None:
+                self._leaves_as = "failed"  # there was no time for it
+            self.settled, self._settled_runs = True, runs
+        except BaseException as error:  # also if the time for it is over: nobody shall take the job for done
+            self._leaves_as = self.ending.cut_off_as(error)
+            raise
+
+    async def _save_at_last(self, outcome: Outcome) -> CheckpointInfo | None:
+        saver = self.services.last_saver
+        return None if saver is None else await saver.final_save(outcome, self._host.grace_left if self._host else None)
+
+    async def _wait_for_others(self, peers: Peers, grace_secs: float) -> None:
+        """Wait until nobody trains any more, and save meanwhile.
+
+        Raises:
+            tf.errors.OpError: What ended the wait is a loss. Others go on, so that this is not the end: whoever can
+                begins again.
+        """
+        limit_secs, saver = 0.8 * grace_secs, self.services.last_saver
+        if saver is not None:
+            limit_secs = min(limit_secs, grace_secs - 1.5 * (saver.cost_secs or 0.0))
+        saving = None if saver is None else asyncio.ensure_future(saver.save_meanwhile(grace_secs))
         try:
             await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
-        except tf.errors.AbortedError as error:
-            return error
         finally:
             if saving is not None:
                 saving.cancel()
                 await asyncio.wait([saving])
-        return None
 
     def _is_hurried(self) -> bool:
         """Whether somebody does not want to wait for other tasks: a signal has come, or a cancellation."""
@@ -378,7 +391,9 @@ class SupervisedRun:
                         level="error",
                     )
             if self._settings.peers is not None:
-                await self._settings.peers.leave(self._leaves_as)
+                # A signal may have come during the last save: then we are expected back.
+                done_no_more = self._leaves_as == "done" and self.ending.signalled
+                await self._settings.peers.leave("lost" if done_no_more else self._leaves_as)
         finally:
             if host is not None:
                 self._final = self.status(host)

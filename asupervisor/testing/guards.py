@@ -36,7 +36,7 @@ def install(
     """
     chosen = frozenset(kinds)
     if unknown := sorted(chosen - set(KINDS)):
-        raise pytest.UsageError(f"no such guard: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+        raise pytest.UsageError(f"no such guard: {', '.join(unknown)}; there are {', '.join(KINDS)}, or all")
     if (old := config.pluginmanager.get_plugin(_NAME)) is not None:
         old.stop()
         config.pluginmanager.unregister(old)

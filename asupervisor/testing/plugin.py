@@ -1,14 +1,15 @@
 """The pytest plugin: fixtures, markers and, on request, guards for the suites of programs that use asupervisor.
 
 Installing asupervisor makes it known to pytest. Unasked, it only fails a test that leaves a thread of
-asupervisor's behind, which means that the test did not close its session. More guards are switched on in the
-ini file::
+asupervisor's behind: of a session that was not closed, or could not be. (One that is forgotten on a loop which is
+closed ends with it; "tasks" tells of that.) More guards are switched on in ``pyproject.toml``::
 
     [tool.pytest.ini_options]
     asupervisor_guards = ["stalls", "threads", "files", "environ", "signals", "tasks", "exceptions"]
 
-or all of them by ``["all"]``, none by ``[]``. A test says what it does on purpose: ``@pytest.mark.allow_stall``,
-``@pytest.mark.allow_leak`` or ``@pytest.mark.allow_leak("threads", "tasks")``.
+or all of them by ``["all"]``, none by ``[]``; in ``pytest.ini`` by ``asupervisor_guards = all``. A test says what it
+does on purpose: ``@pytest.mark.allow_stall``, ``@pytest.mark.allow_leak`` or
+``@pytest.mark.allow_leak("threads", "tasks")``.
 
 TensorFlow is not imported here.
 """

@@ -159,14 +159,18 @@ async def test_f07_nan_is_not_the_next_beginning(variables: str, logdir: Path) -
     assert await Job(logdir).go(0) == 1
 
 
-async def test_an_error_of_a_training_run(variables: str, logdir: Path) -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+async def test_an_error_of_a_training_run(variables: str, logdir: Path, grouped: bool) -> None:
     """Half a step was applied: its state is kept beside, the next run begins before it."""
     job = Job(logdir)
     late = job.graph.get_tensor_by_name("late:0")
-    with pytest.raises(tf.errors.InvalidArgumentError):
+    with pytest.raises(ExceptionGroup if grouped else tf.errors.InvalidArgumentError):
         async with job.sv.managed_session() as sess:
             await sess.run(job.train)
             await job.sv.save()
+            if grouped:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(sess.run(job.half))
             await sess.run(job.half)
     assert late is not None
     assert (logdir / "model.ckpt-1-emergency.index").exists()

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +71,13 @@ def build(device: Any, *, replicas: int, variables: str, partitions: int, sync: 
             )
         train = optimizer.minimize(loss, global_step=step)
     return SimpleNamespace(
-        graph=graph, x=x, step=step, train=train, feed={x: np.ones([4, 8], np.float32)}, optimizer=optimizer
+        graph=graph,
+        x=x,
+        step=step,
+        train=train,
+        feed={x: np.ones([4, 8], np.float32)},
+        optimizer=optimizer,
+        saver=None,
     )
 
 
@@ -98,25 +105,35 @@ def replica(
     until: str | None = None,
     victim: str | None = None,
     limit_secs: float = math.inf,
+    slow_save_secs: float = 0.0,
 ) -> None:
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
     Training ends at a step, or once the file `until` is there.
     A chief that does not train until the end "idles"; or, after its steps, it "joins" its workers, "kills" the process
-    of the file `victim` before it ends, "fails" beside a task that joins, "exits", or "cancels" itself.
+    of the file `victim` before it ends, "fails" beside a task that joins, "exits", or "cancels" itself. A worker that
+    "loses" kills that process, too, and hears of the loss just after its own training has ended.
+    All saves but the first one take `slow_save_secs`.
     """
 
     def told_to_end() -> bool:
         return until is not None and os.path.exists(until)
 
-    async def at_its_end(task: Any) -> None:
+    def kill_victim() -> None:
+        assert victim is not None
+        os.kill(int(Path(victim).read_text()), signal.SIGKILL)
+
+    async def at_its_end(task: Any, request_stop: Callable[..., None]) -> None:
+        if chief == "loses" and not task.is_chief:
+            kill_victim()
+            asyncio.get_running_loop().call_soon(request_stop, tf.errors.AbortedError(None, None, "lost"))
+            raise tf.errors.OutOfRangeError(None, None, "end of data")
         if not task.is_chief:
             return
         if chief == "joins":
             say("joined", how=await task.join())
         elif chief == "kills":
-            assert victim is not None
-            os.kill(int(Path(victim).read_text()), signal.SIGKILL)
+            kill_victim()
         elif chief == "fails":
             joins.append(asyncio.ensure_future(joined_in_vain(task)))
             await asyncio.sleep(0)
@@ -151,6 +168,9 @@ def replica(
             with model.graph.as_default(), tf1.device(task.name):
                 slow = tf1.py_func(sleep, [], tf.int32)
                 tf1.add_to_collection(tf1.GraphKeys.TABLE_INITIALIZERS, slow.op)
+        if slow_save_secs:
+            with model.graph.as_default():
+                model.saver = SlowSaver(slow_save_secs)
         train = train_monitored if family == "monitored" else train_supervised
         with anyio.move_on_after(limit_secs):
             await train(task, model)
@@ -166,6 +186,7 @@ def replica(
             save_summaries_steps=None,
             log_step_count_steps=None,
             max_wait_secs=max_wait_secs,
+            scaffold=tf1.train.Scaffold(saver=model.saver),
             stop_grace_period_secs=stop_grace_secs,
         ) as sess:
             step = int(await sess.run(model.step))
@@ -180,7 +201,7 @@ def replica(
                     say("unknown", before=unknown.before, now=unknown.now)
                 await asyncio.sleep(pause_secs)
             say("trained", step=int(step))
-            await at_its_end(task)
+            await at_its_end(task, sess.request_stop)
         say("closed")
 
     async def train_supervised(task: Any, model: Any) -> None:
@@ -193,6 +214,7 @@ def replica(
             task=task,
             sync_replicas=model.optimizer if sync else None,
             handle_signals=handle_signals,
+            **({} if model.saver is None else {"saver": model.saver}),
         )
         seen: set[int] = set()
 
@@ -207,7 +229,7 @@ def replica(
             say("step", step=int(step))
             if step >= steps or told_to_end():
                 say("trained", step=int(step))
-                await at_its_end(task)
+                await at_its_end(task, sv.request_stop)
                 sv.request_stop()
             await asyncio.sleep(pause_secs)
 
@@ -218,6 +240,22 @@ def replica(
     logger.addHandler(Teller())
     logger.setLevel(logging.DEBUG)
     cluster.run(main)
+
+
+class SlowSaver(tf1.train.Saver):  # type: ignore[misc]
+    """Stands for a slow disk."""
+
+    def __init__(self, secs: float) -> None:
+        super().__init__()
+        self._secs = secs
+        self._first = True
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._first:
+            say("saving")
+            time.sleep(self._secs)
+        self._first = False
+        return super().save(*args, **kwargs)
 
 
 StopOutcome = StepOutcomeUnknown

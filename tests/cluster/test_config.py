@@ -113,6 +113,11 @@ def test_addresses_may_be_ip_version_6() -> None:
         (config("worker", 0, CLUSTER, sparseCluster={}), "sparse cluster"),
         (json.dumps({"sparseCluster": {"ps": ["a:1"]}, "task": {"type": "worker", "index": 0}}), "enableDynamicWorker"),
         (config("worker", 0, "a:1"), '"cluster" must be an object'),
+        (config("worker", 0, []), '"cluster" must be an object'),
+        (config("worker", "9" * 5000), "must be a number from 0"),
+        (config("worker", 0, {"ps": ["a:1"], "worker": {"9" * 5000: "b:1"}}), "a sparse cluster cannot work"),
+        (config("worker", 0, {"ps": ["a..b:1"], "worker": ["b:1"]}), "ps 0 has the address 'a..b:1'"),
+        (config("worker", 0, {"ps": ["a" * 70 + ":1"], "worker": ["b:1"]}), "ps 0 has the address"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_gets_one_line(text: str, says: str) -> None:

@@ -170,10 +170,10 @@ def test_the_end_of_the_chief_releases_replicas_that_wait_for_tokens(
 
 
 def chief_of_replicas_at_its_end(
-    cluster: Callable[..., Cluster], family: str
+    cluster: Callable[..., Cluster], family: str, **arguments: Any
 ) -> tuple[Cluster, Process, Process, Process]:
     """A chief that waits for its worker, which is frozen, so that it does not end; with its server."""
-    made = cluster(family=family, sync=1, save_secs=3600)
+    made = cluster(family=family, sync=1, save_secs=3600, **arguments)
     end = made.logdir.with_name("end")
     server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief", until=str(end))
     for task in (worker, chief):
@@ -197,9 +197,13 @@ def test_a_chief_of_replicas_that_is_lost_at_its_end_comes_back(cluster: Callabl
         assert task.wait() == 0
 
 
-def test_replicas_do_not_train_again_what_is_lost_at_the_end(cluster: Callable[..., Cluster]) -> None:
+@pytest.mark.parametrize("save", ["is due", "would take too long"])
+def test_replicas_do_not_train_again_what_is_lost_at_the_end(cluster: Callable[..., Cluster], save: str) -> None:
     """They are at work, but cannot without their chief, whose training has ended: it is expected back."""
-    made, server, worker, chief = chief_of_replicas_at_its_end(cluster, "supervised")
+    slow: dict[str, Any] = {} if save == "is due" else {"slow_save_secs": 3.0, "stop_grace_secs": 6.0}
+    made, server, worker, chief = chief_of_replicas_at_its_end(cluster, "supervised", **slow)
+    if slow:  # one that was made meanwhile has told how long they take
+        chief.wait_for("checkpoint.saved", since=chief.wait_for("saving")["t"])
     server.kill()
     server = made.start("ps")
     assert chief.wait() == 138
@@ -207,6 +211,36 @@ def test_replicas_do_not_train_again_what_is_lost_at_the_end(cluster: Callable[.
     worker.thaw()
     chief = made.start("chief", steps=20)
     for task in (worker, chief, server):
+        assert task.wait() == 0
+
+
+@families
+def test_a_signal_during_the_last_save_is_no_end_of_the_job(cluster: Callable[..., Cluster], family: str) -> None:
+    """Who is ended by SIGTERM is started again, and needs the servers for that."""
+    made = cluster(family=family, workers=0, save_secs=3600, chief_grace_secs=0.0, slow_save_secs=1.0)
+    server, chief = made.start("ps"), made.start("chief", steps=20)
+    chief.wait_for("saving")
+    chief.signal(signal.SIGTERM)
+    assert chief.wait() == 143
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+    chief = made.start("chief", steps=20, slow_save_secs=0.0)
+    chief.wait_for("cluster.adopted")
+    for task in (chief, server):
+        assert task.wait() == 0
+
+
+@families
+def test_a_last_save_that_does_not_end_is_no_end_of_the_job(cluster: Callable[..., Cluster], family: str) -> None:
+    """The servers keep the only copy of the model for as long as they wait for a chief that has failed."""
+    made = cluster(
+        family=family, workers=0, save_secs=3600, chief_grace_secs=30.0, slow_save_secs=10.0, stop_grace_secs=1.0
+    )
+    server, chief = made.start("ps"), made.start("chief", steps=20)
+    assert chief.wait() == 1
+    assert "StopGraceExceeded" in chief.text
+    chief = made.start("chief", steps=20, slow_save_secs=0.0)
+    assert chief.wait_for("ready")["step"] >= 20
+    for task in (chief, server):
         assert task.wait() == 0
 
 
@@ -446,10 +480,13 @@ def test_a_training_that_has_ended_takes_no_step_after_a_loss(cluster: Callable[
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("stop_grace_secs", [60.0, 5.0])
 @families
-def test_a_frozen_server_does_not_end_the_wait_for_the_workers(cluster: Callable[..., Cluster], family: str) -> None:
+def test_a_frozen_server_does_not_end_the_wait_for_the_workers(
+    cluster: Callable[..., Cluster], family: str, stop_grace_secs: float
+) -> None:
     """Though it holds no part of the model, the chief cannot ask who is at work, and the worker trains on."""
-    made = cluster(family=family, ps=3, save_secs=3600, chief_grace_secs=0.0, stop_grace_secs=60)
+    made = cluster(family=family, ps=3, save_secs=3600, chief_grace_secs=0.0, stop_grace_secs=stop_grace_secs)
     servers = [made.start("ps", index) for index in range(3)]
     end = made.logdir.with_name("end")
     worker, chief = made.start("worker", until=str(end)), made.start("chief", steps=20)
@@ -521,6 +558,23 @@ def test_training_that_is_lost_in_the_last_save_is_no_clean_end(cluster: Callabl
     for task in (chief, *servers):
         assert task.wait() == 0
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+
+
+def test_a_worker_whose_training_has_ended_has_nothing_to_lose(cluster: Callable[..., Cluster]) -> None:
+    """What was trained is the chief's to save: a worker is done, whatever becomes of the model then."""
+    made = cluster(family="supervised")
+    victim = made.logdir.with_name("victim")
+    server, chief = made.start("ps"), made.start("chief")
+    victim.write_text(str(server.pid))
+    worker = made.start("worker", steps=20, chief="loses", victim=str(victim))
+    assert server.wait() == -signal.SIGKILL
+    server = made.start("ps")
+    assert worker.wait() == 0
+    again = worker.wait_for("session.recovered")
+    assert "the chief has made the model anew" in again["message"]
+    assert not worker.records("step", since=again["t"]), "its training has ended"
+    assert server.running
+    assert chief.running
 
 
 @families
