@@ -97,6 +97,12 @@ async def train_loop(
             # anew for that.
             if attempt.stopped or sv.signalled or task.cancelling() > cancelling:
                 raise
+            if error is attempt.unsaved:
+                error.add_note(
+                    "asupervisor: not recovered from: the training had ended, and its last steps were lost before they "
+                    "were saved. Start it again to train them"
+                )
+                raise
             decision = attempt.decide(policy, history, error)
             if not decision.restart:
                 _explain(decision, error)
@@ -175,13 +181,13 @@ class _Attempt:
             step=step,
             seen_step=before.last_step,
         )
-        if self.unsaved is not None and not await self.run.goes_on():
-            self.stopped = True
-            self.unsaved.add_note(
-                "asupervisor: not recovered from: the training had ended, and its last steps were lost before they "
-                "were saved. Start it again to train them"
-            )
-            raise self.unsaved
+        if self.unsaved is None or self.run.adopted:
+            return
+        if await self.run.goes_on():
+            if self._sv.is_chief and before.last_step is not None:
+                self.run.owed = before.last_step, self.unsaved
+            return
+        raise self.unsaved
 
     async def _leave(self, block: Block[AsyncSession], error: BaseException | None, asked: int) -> bool:
         """Leave the session. Once there is an error, the coordinator tells of no stop beside it, but counts them."""

@@ -312,22 +312,25 @@ class Membership:
         while True:
             with contextlib.suppress(tf.errors.AbortedError):  # the watch sees the loss, too: another session follows
                 if self.is_in:
-                    if await self._until_workers_end(math.inf, silence_secs):
+                    if await self._until_workers_end(math.inf, silence_secs) is not None:
                         return
                     names = [str(server) for server in self._layout.servers]
                     raise PeersUnreachable(names, silence_secs, "not from all of them" * (len(names) > 1), self._limit)
             await clock.sleep(LOOK_EVERY_SECS)
 
-    async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool] = lambda: False) -> None:
+    async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool] = lambda: False) -> bool:
         """See `Peers.before_last_save`: the chief waits for its workers, and for nobody who is gone."""
         if not self._layout.is_chief or self._around is None:
-            return
+            return True
         try:
-            if not await self._until_workers_end(limit_secs, REJOIN_SECS, hurried) and not hurried():
+            left_out = await self._until_workers_end(limit_secs, REJOIN_SECS, hurried)
+            if left_out is None and not hurried():
                 raise tf.errors.DeadlineExceededError(None, None, "a parameter server does not answer")
+            return not left_out
         except (tf.errors.AbortedError, tf.errors.DeadlineExceededError):
             if self._get_register().workers_at_work:
                 raise
+            return True
 
     async def others_at_work(self) -> bool:
         """See `Peers.others_at_work`."""
@@ -336,7 +339,7 @@ class Membership:
 
     async def _until_workers_end(
         self, limit_secs: float, silence_secs: float, hurried: Callable[[], bool] = lambda: False
-    ) -> bool:
+    ) -> list[str] | None:
         """Wait for the workers that are at work, or about to be.
 
         Args:
@@ -345,7 +348,7 @@ class Membership:
             hurried: Whether to wait no longer.
 
         Returns:
-            Whether there is nobody to wait for any more; False where the wait was given up.
+            Who is not waited for any more though they have not ended; None where the wait was given up.
 
         Raises:
             tf.errors.AbortedError: A parameter server is gone, or has begun anew.
@@ -363,7 +366,7 @@ class Membership:
                 reading = await self._look()
             if reading is None:  # perhaps it is only slow
                 if clock.monotonic() >= min(deadline, heard_at + silence_secs):
-                    return False
+                    return None
                 await clock.sleep(LOOK_EVERY_SECS)
                 continue
             heard_at = clock.monotonic()
@@ -390,12 +393,12 @@ class Membership:
                         level="warning",
                         peers=left_out,
                     )
-                return True
+                return left_out
             if now >= told_at + TELL_EVERY_SECS:
                 told_at = now
                 emit("cluster.waiting", f"waiting for the end of {', '.join(awaited)}", peers=awaited)
             await clock.sleep(LOOK_EVERY_SECS)
-        return False
+        return None
 
     async def leave(self, how: Literal["done", "failed", "lost"]) -> None:
         """See `Peers.leave`."""

@@ -14,6 +14,7 @@ Everything here runs on the event loop; what blocks goes to the device thread or
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
@@ -73,8 +74,11 @@ class SupervisedRun:
         """The global step at which it began, or None."""
         self.settled = False
         """Whether it has ended, and has saved whatever it was to save."""
+        self.owed: tuple[int, Exception] | None = None
+        """The step that others are to reach again in our place, and what it was lost by."""
         self._first = first
         self._hurried = hurried
+        self._trained_to: int | None = None  # the step at which others were waited for, in a cluster
         self._settled_runs: int | None = None  # writing runs at the last words, in a cluster
         if store is not None and store.last is not None and settings.checkpoint_filename_with_path is not None:
             # It is where training began. A later session of this process goes on from what it has saved since.
@@ -291,7 +295,8 @@ class SupervisedRun:
     @property
     def last_step(self) -> int | None:
         """The global step as last seen, or None; any thread."""
-        return max((step for step in (self.start_step, self.services.last_step) if step is not None), default=None)
+        seen = (self.start_step, self.services.last_step, self._trained_to)
+        return max((step for step in seen if step is not None), default=None)
 
     async def goes_on(self) -> bool:
         """Whether the model is the one that was there before, or others look after it."""
@@ -327,10 +332,11 @@ class SupervisedRun:
         self._leaves_as = self.ending.leaves_as(outcome)
         if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
             return  # the model is with the others, or nowhere
+        all_ended = True
         try:
             if self._leaves_as == "done" and self._host is not None:
                 try:
-                    await self._wait_for_others(peers, self._host.grace_left)
+                    all_ended = await self._wait_for_others(peers, self._host.grace_left)
                 except tf.errors.AbortedError:
                     self.settled = await self._save_at_last(outcome) is not None  # what is left of it may be whole
                     self._settled_runs = runs
@@ -338,8 +344,11 @@ class SupervisedRun:
                 outcome = self._outcome()
                 self._leaves_as = self.ending.leaves_as(outcome)
             saved = await self._save_at_last(outcome)
-            if self._leaves_as == "done" and saved is None and self.services.last_saver is not None:
-                self._leaves_as = "failed"  # there was no time for it
+            if self.services.last_saver is not None:
+                if self._leaves_as == "done" and saved is None:
+                    self._leaves_as = "failed"  # there was no time for it
+                if self.owed is not None and not all_ended and (saved is None or (saved.step or 0) < self.owed[0]):
+                    raise self.owed[1]
             self.settled, self._settled_runs = True, runs
         except BaseException as error:  # also if the time for it is over: nobody shall take the job for done
             self._leaves_as = self.ending.cut_off_as(error)
@@ -349,23 +358,30 @@ class SupervisedRun:
         saver = self.services.last_saver
         return None if saver is None else await saver.final_save(outcome, self._host.grace_left if self._host else None)
 
-    async def _wait_for_others(self, peers: Peers, grace_secs: float) -> None:
-        """Wait until nobody trains any more, and save meanwhile.
+    async def _wait_for_others(self, peers: Peers, grace_secs: float) -> bool:
+        """Wait until nobody trains any more, and save meanwhile; whether all have ended by themselves.
 
         Raises:
             tf.errors.OpError: What ended the wait is a loss. Others go on, so that this is not the end: whoever can
                 begins again.
         """
+        with contextlib.suppress(Exception):
+            self._trained_to = await self.session.side(self._look_at_step)
         limit_secs, saver = 0.8 * grace_secs, self.services.last_saver
         if saver is not None:
             limit_secs = min(limit_secs, grace_secs - 1.5 * (saver.cost_secs or 0.0))
         saving = None if saver is None else asyncio.ensure_future(saver.save_meanwhile(grace_secs))
         try:
-            await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
+            return await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
         finally:
             if saving is not None:
                 saving.cancel()
                 await asyncio.wait([saving])
+
+    def _look_at_step(self, raw: tf.compat.v1.Session) -> int | None:
+        """How far the model has come, where that is quick to know; blocking."""
+        options = tf.compat.v1.RunOptions(timeout_in_ms=1000)
+        return step_value(raw.run(self._settings.elements.global_step, options=options))
 
     def _is_hurried(self) -> bool:
         """Whether somebody does not want to wait for other tasks: a signal has come, or a cancellation."""
@@ -398,7 +414,7 @@ class SupervisedRun:
             if host is not None:
                 self._final = self.status(host)
             # The session refers to us through its `close`: without this, only the garbage collector could free it.
-            self._session = self._host = None
+            self._session = self._host = self.owed = None
             self.services.forget()
             self.ending.forget()
 

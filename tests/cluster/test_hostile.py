@@ -560,6 +560,26 @@ def test_training_that_is_lost_in_the_last_save_is_no_clean_end(cluster: Callabl
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
 
 
+@pytest.mark.full
+def test_training_that_is_lost_and_not_made_good_is_no_clean_end(cluster: Callable[..., Cluster]) -> None:
+    """The worker was there to train it again, but has died as well."""
+    made = cluster(family="supervised", save_secs=3600)
+    server, worker = made.start("ps"), made.start("worker", pause_secs=0.5)
+    chief = made.start("chief", steps=60)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    server.kill()
+    server = made.start("ps")
+    again = chief.wait_for("session.recovered", timeout_secs=60)
+    worker.wait_for("step", since=again["t"])
+    worker.kill()
+    assert chief.wait() == 138
+    assert server.running
+    chief = made.start("chief", steps=60)
+    for task in (chief, server):
+        assert task.wait() == 0
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 60
+
+
 def test_a_worker_whose_training_has_ended_has_nothing_to_lose(cluster: Callable[..., Cluster]) -> None:
     """What was trained is the chief's to save: a worker is done, whatever becomes of the model then."""
     made = cluster(family="supervised")
