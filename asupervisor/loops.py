@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from asupervisor import _tf
-from asupervisor.errors import RecoveryExhausted, StopRequested, describe
+from asupervisor.errors import RecoveryExhausted, StopRequested, describe, errors_in
 from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy, recovered_message
 from asupervisor.runtime.looper import check_arguments
 
@@ -48,7 +48,7 @@ async def train_loop(
     again. It is a loud event with a counter, comes after a pause, and its number is bounded. Where nothing has been
     saved, a new session would begin with an untrained model: then the error leaves, unless the policy allows it.
     Where a stop had ended the training before, the new session only saves, after its chief has waited for its workers;
-    but if steps are lost that were not saved any more, and nobody else is at work, the error leaves.
+    but if steps are lost that were not saved any more, and nobody trains them again, the error leaves.
 
     A stop that is requested during the pause, or while the next session starts, ends the loop. Cancelling it cancels
     what it is at.
@@ -80,9 +80,6 @@ async def train_loop(
         sv.peers.allow_reinit = policy.allow_reinit
     history = RecoveryHistory()
     attempt: _Attempt | None = None
-    task = asyncio.current_task()
-    assert task is not None
-    cancelling = task.cancelling()
     while True:
         attempt = _Attempt(sv, attempt)
         try:
@@ -95,9 +92,9 @@ async def train_loop(
         except Exception as error:
             # An error that was first outranks a cancellation that came while the block was left; but nothing begins
             # anew for that.
-            if attempt.stopped or sv.signalled or task.cancelling() > cancelling:
+            if attempt.stopped or sv.signalled or attempt.cancelled:
                 raise
-            if error is attempt.unsaved:
+            if attempt.owed is not None and error is attempt.owed[1]:
                 error.add_note(
                     "asupervisor: not recovered from: the training had ended, and its last steps were lost before they "
                     "were saved. Start it again to train them"
@@ -127,12 +124,21 @@ class _Attempt:
         """Whether somebody has requested a stop, without an error, beside the error that left the session."""
         self.ended: bool = after is not None and after.ended
         """Whether a clean stop has ended the training: what is left is to wait for others, and to save."""
-        self.unsaved: Exception | None = None if after is None else after.unsaved
-        """What the session was lost by, when the training had ended and was not saved."""
+        self.owed: tuple[int, Exception] | None = None if after is None else after.owed
+        """The step at which the training had ended and was lost before it was saved, and by what."""
         self.run: SupervisedRun | None = None if after is None else after.run
         """The parts of the session, or of the last one that there was."""
         self._sv = sv
         self._first = after is None
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether our task was cancelled since it began."""
+        return self._task.cancelling() > self._cancelling
 
     async def train(self, master: str, step: Callable[[Any], Any]) -> None:
         """Call `step` in a session of its own until the stop."""
@@ -150,7 +156,9 @@ class _Attempt:
                 else:
                     await asyncio.sleep(0)
         except BaseException as error:
-            self.origin = "run" if _tf.raised_by_session(error) else "step_fn"
+            self.origin = "run" if all(map(_tf.raised_by_session, errors_in(error))) else "step_fn"
+            if isinstance(error, BaseExceptionGroup):  # older Pythons' task groups leave their own cancellation behind
+                self._cancelling = self._task.cancelling()
             if coord.error is None and isinstance(error, coord.clean_stop_exception_types):
                 self.ended, asked = True, coord.stops_asked
             else:
@@ -181,13 +189,11 @@ class _Attempt:
             step=step,
             seen_step=before.last_step,
         )
-        if self.unsaved is None or self.run.adopted:
+        if self.owed is None or not self._sv.is_chief:
             return
-        if await self.run.goes_on():
-            if self._sv.is_chief and before.last_step is not None:
-                self.run.owed = before.last_step, self.unsaved
-            return
-        raise self.unsaved
+        if not await self.run.goes_on():
+            raise self.owed[1]
+        self.run.owed = self.owed
 
     async def _leave(self, block: Block[AsyncSession], error: BaseException | None, asked: int) -> bool:
         """Leave the session. Once there is an error, the coordinator tells of no stop beside it, but counts them."""
@@ -200,7 +206,10 @@ class _Attempt:
     def lost_by(self, error: Exception) -> None:
         """The session was lost, and is to be replaced."""
         if self.ended and self.origin != "startup":
-            self.unsaved = None if self.run is not None and self.run.settled else error
+            assert self.run is not None
+            if not self.run.settled:
+                step = max(self.run.trained_to, self.run.last_step or 0)
+                self.owed = step if self.owed is None else max(step, self.owed[0]), error
 
     def decide(self, policy: RecoveryPolicy, history: RecoveryHistory, error: Exception) -> Decision:
         """Whether to begin again after an error that left the session."""

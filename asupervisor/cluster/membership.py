@@ -19,7 +19,7 @@ import math
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import anyio
 import tensorflow as tf
@@ -72,7 +72,12 @@ class Membership:
 
     Args:
         task: Our own task: a chief's or a worker's.
+
+    Attributes:
+        last_told: What the others were told of the last session of this process, when it ended; None for nothing.
     """
+
+    last_told: ClassVar[TaskState | None] = None
 
     def __init__(self, task: Server) -> None:
         self._task = task
@@ -115,7 +120,7 @@ class Membership:
             PortInUse: Our own server cannot listen.
             StopRequested: A stop came first.
         """
-        self._around = around
+        self._around, Membership.last_told = around, None
         patience = around.patience
         limit_secs = min(around.max_wait_secs, self._task.outage_secs) if self._was_ready else around.max_wait_secs
         begun = patience.clock.monotonic()
@@ -312,25 +317,24 @@ class Membership:
         while True:
             with contextlib.suppress(tf.errors.AbortedError):  # the watch sees the loss, too: another session follows
                 if self.is_in:
-                    if await self._until_workers_end(math.inf, silence_secs) is not None:
+                    if await self._until_workers_end(math.inf, silence_secs):
                         return
                     names = [str(server) for server in self._layout.servers]
                     raise PeersUnreachable(names, silence_secs, "not from all of them" * (len(names) > 1), self._limit)
             await clock.sleep(LOOK_EVERY_SECS)
 
-    async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool] = lambda: False) -> bool:
+    async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool] = lambda: False) -> None:
         """See `Peers.before_last_save`: the chief waits for its workers, and for nobody who is gone."""
         if not self._layout.is_chief or self._around is None:
-            return True
+            return
         try:
-            left_out = await self._until_workers_end(limit_secs, REJOIN_SECS, hurried)
-            if left_out is None and not hurried():
-                raise tf.errors.DeadlineExceededError(None, None, "a parameter server does not answer")
-            return not left_out
-        except (tf.errors.AbortedError, tf.errors.DeadlineExceededError):
+            answered = await self._until_workers_end(limit_secs, REJOIN_SECS, hurried)
+        except tf.errors.AbortedError:
             if self._get_register().workers_at_work:
                 raise
-            return True
+            return
+        if not answered and not hurried():  # nor would it keep a save waiting for less
+            raise tf.errors.DeadlineExceededError(None, None, "a parameter server does not answer")
 
     async def others_at_work(self) -> bool:
         """See `Peers.others_at_work`."""
@@ -339,7 +343,7 @@ class Membership:
 
     async def _until_workers_end(
         self, limit_secs: float, silence_secs: float, hurried: Callable[[], bool] = lambda: False
-    ) -> list[str] | None:
+    ) -> bool:
         """Wait for the workers that are at work, or about to be.
 
         Args:
@@ -348,7 +352,7 @@ class Membership:
             hurried: Whether to wait no longer.
 
         Returns:
-            Who is not waited for any more though they have not ended; None where the wait was given up.
+            Whether there is nobody to wait for any more; False where the wait was given up.
 
         Raises:
             tf.errors.AbortedError: A parameter server is gone, or has begun anew.
@@ -366,7 +370,7 @@ class Membership:
                 reading = await self._look()
             if reading is None:  # perhaps it is only slow
                 if clock.monotonic() >= min(deadline, heard_at + silence_secs):
-                    return None
+                    return False
                 await clock.sleep(LOOK_EVERY_SECS)
                 continue
             heard_at = clock.monotonic()
@@ -393,12 +397,12 @@ class Membership:
                         level="warning",
                         peers=left_out,
                     )
-                return left_out
+                return True
             if now >= told_at + TELL_EVERY_SECS:
                 told_at = now
                 emit("cluster.waiting", f"waiting for the end of {', '.join(awaited)}", peers=awaited)
             await clock.sleep(LOOK_EVERY_SECS)
-        return None
+        return False
 
     async def leave(self, how: Literal["done", "failed", "lost"]) -> None:
         """See `Peers.leave`."""
@@ -420,6 +424,7 @@ class Membership:
             while True:
                 try:
                     await self._side(self._get_register().tell, "tell the register", self._layout.me, state)
+                    Membership.last_told = state
                     return
                 except tf.errors.OpError as error:
                     # What is told to a register that has begun anew is told to nobody.

@@ -6,8 +6,8 @@
 2       the configuration cannot work
 138     a peer was lost, or did not come, for longer than allowed; or the port or the log directory is not free yet:
         start it again
-130     ended by SIGINT
-143     ended by SIGTERM
+130     ended by SIGINT, before its part was done
+143     ended by SIGTERM, likewise
 ======  ==========================================================================================================
 
 Kubernetes' TFJob with the restart policy ``ExitCode`` takes 1 to 127 for permanent and anything above for retryable.
@@ -26,6 +26,8 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn
 
+from asupervisor.cluster.membership import Membership
+from asupervisor.cluster.register import TaskState
 from asupervisor.errors import (
     ClusterConfigError,
     StopGraceExceeded,
@@ -90,9 +92,13 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
     except BaseException as caught:
         error = caught
     code = exit_code(error)
+    # The servers are about to end: who is started again now would wait for them.
+    done = Membership.last_told is TaskState.DONE
     told_to_end = error is None or isinstance(error, asyncio.CancelledError | KeyboardInterrupt | StopRequested)
     overdue = isinstance(error, StopGraceExceeded)
-    if received and (told_to_end or overdue or code == EXIT_LOST):
+    if received and told_to_end and done:
+        code = 0
+    elif received and (told_to_end or overdue or code == EXIT_LOST):
         code = 128 + received[0]
         if overdue and error is not None:  # behind a frozen peer, say: that is told, and no reason not to come back
             _print_lines(error)

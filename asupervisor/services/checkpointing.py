@@ -80,6 +80,8 @@ class CheckpointService:
         """The global step of the newest snapshot, whatever became of it."""
         self.cost_secs: float | None = None
         """How long the last save took, in seconds."""
+        self.skipped = False
+        """Whether there was no time for the final save."""
         self._session = session
         self._store = store
         self._coordinator = coordinator
@@ -238,7 +240,8 @@ class CheckpointService:
         if self._waiting is None and not self._emergency and not self._changed():
             return None
         remaining = None if deadline is None else deadline - self._clock.monotonic()
-        if remaining is not None and self.cost_secs is not None and remaining < self.cost_secs:
+        self.skipped = remaining is not None and self.cost_secs is not None and remaining < self.cost_secs
+        if self.skipped:
             self._emit(
                 "checkpoint.skipped",
                 f"no final save: saves take {self.cost_secs:.1f} s and {remaining:.1f} s remain; the newest "

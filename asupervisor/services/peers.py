@@ -135,15 +135,12 @@ class Peers(Protocol):
             tf.errors.AbortedError: The model is not the one any more that the session was opened with.
         """
 
-    async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool]) -> bool:
+    async def before_last_save(self, limit_secs: float, hurried: Callable[[], bool]) -> None:
         """Wait until nobody changes the model any more, or for as long as nobody is in a hurry.
-
-        Returns:
-            Whether all have ended by themselves: nobody who was at work is gone, or left out.
 
         Raises:
             tf.errors.AbortedError: A parameter server is lost, and somebody is at work.
-            tf.errors.DeadlineExceededError: Likewise, but it is silent only.
+            tf.errors.DeadlineExceededError: One is silent, so that nobody knows.
         """
 
     async def others_at_work(self) -> bool:

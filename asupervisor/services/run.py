@@ -24,7 +24,7 @@ import tensorflow as tf
 from asupervisor.checkpoint.records import CheckpointInfo, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
-from asupervisor.errors import SessionClosed, WrongEventLoop, describe
+from asupervisor.errors import SessionClosed, StopGraceExceeded, WrongEventLoop, describe
 from asupervisor.events import Level, Status
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
@@ -74,11 +74,12 @@ class SupervisedRun:
         """The global step at which it began, or None."""
         self.settled = False
         """Whether it has ended, and has saved whatever it was to save."""
+        self.trained_to = 0
+        """The step that the model had reached at the end of our training, at the least; in a cluster."""
         self.owed: tuple[int, Exception] | None = None
         """The step that others are to reach again in our place, and what it was lost by."""
         self._first = first
         self._hurried = hurried
-        self._trained_to: int | None = None  # the step at which others were waited for, in a cluster
         self._settled_runs: int | None = None  # writing runs at the last words, in a cluster
         if store is not None and store.last is not None and settings.checkpoint_filename_with_path is not None:
             # It is where training began. A later session of this process goes on from what it has saved since.
@@ -295,13 +296,12 @@ class SupervisedRun:
     @property
     def last_step(self) -> int | None:
         """The global step as last seen, or None; any thread."""
-        seen = (self.start_step, self.services.last_step, self._trained_to)
-        return max((step for step in seen if step is not None), default=None)
+        return max((step for step in (self.start_step, self.services.last_step) if step is not None), default=None)
 
     async def goes_on(self) -> bool:
         """Whether the model is the one that was there before, or others look after it."""
         settings = self._settings
-        if self.adopted or not settings.is_chief:
+        if self.adopted:
             return True
         if settings.peers is None or settings.sync_replicas is not None:  # without their chief, replicas cannot train
             return False
@@ -332,47 +332,53 @@ class SupervisedRun:
         self._leaves_as = self.ending.leaves_as(outcome)
         if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
             return  # the model is with the others, or nowhere
-        all_ended = True
+        lost = False
         try:
             if self._leaves_as == "done" and self._host is not None:
                 try:
-                    all_ended = await self._wait_for_others(peers, self._host.grace_left)
+                    await self._wait_for_others(peers, self._host.grace_left)
                 except tf.errors.AbortedError:
+                    lost = True
                     self.settled = await self._save_at_last(outcome) is not None  # what is left of it may be whole
                     self._settled_runs = runs
                     raise
                 outcome = self._outcome()
                 self._leaves_as = self.ending.leaves_as(outcome)
             saved = await self._save_at_last(outcome)
-            if self.services.last_saver is not None:
-                if self._leaves_as == "done" and saved is None:
-                    self._leaves_as = "failed"  # there was no time for it
-                if self.owed is not None and not all_ended and (saved is None or (saved.step or 0) < self.owed[0]):
-                    raise self.owed[1]
+            saver = self.services.last_saver
+            if saver is not None and saver.skipped and self._leaves_as == "done":
+                raise StopGraceExceeded.of_final_save(self._settings.stop_grace_secs)
+            if self.owed is not None and saved is not None and (saved.step or 0) < self.owed[0]:
+                raise self.owed[1]
             self.settled, self._settled_runs = True, runs
         except BaseException as error:  # also if the time for it is over: nobody shall take the job for done
-            self._leaves_as = self.ending.cut_off_as(error)
+            self._leaves_as = "lost" if lost else self.ending.cut_off_as(error)
+            if self._leaves_as == "failed" and isinstance(error, asyncio.CancelledError):
+                self._coordinator.record(
+                    StopGraceExceeded.of_final_save(self._settings.stop_grace_secs), "the final save"
+                )
             raise
 
     async def _save_at_last(self, outcome: Outcome) -> CheckpointInfo | None:
         saver = self.services.last_saver
         return None if saver is None else await saver.final_save(outcome, self._host.grace_left if self._host else None)
 
-    async def _wait_for_others(self, peers: Peers, grace_secs: float) -> bool:
-        """Wait until nobody trains any more, and save meanwhile; whether all have ended by themselves.
+    async def _wait_for_others(self, peers: Peers, grace_secs: float) -> None:
+        """Wait until nobody trains any more, and save meanwhile.
 
         Raises:
             tf.errors.OpError: What ended the wait is a loss. Others go on, so that this is not the end: whoever can
                 begins again.
         """
+        self.trained_to = (self.start_step or 0) + self.session.training_runs
         with contextlib.suppress(Exception):
-            self._trained_to = await self.session.side(self._look_at_step)
+            self.trained_to = max(self.trained_to, await self.session.side(self._look_at_step) or 0)
         limit_secs, saver = 0.8 * grace_secs, self.services.last_saver
         if saver is not None:
             limit_secs = min(limit_secs, grace_secs - 1.5 * (saver.cost_secs or 0.0))
         saving = None if saver is None else asyncio.ensure_future(saver.save_meanwhile(grace_secs))
         try:
-            return await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
+            await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
         finally:
             if saving is not None:
                 saving.cancel()

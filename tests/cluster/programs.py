@@ -111,8 +111,9 @@ def replica(
 
     Training ends at a step, or once the file `until` is there.
     A chief that does not train until the end "idles"; or, after its steps, it "joins" its workers, "kills" the process
-    of the file `victim` before it ends, "fails" beside a task that joins, "exits", or "cancels" itself. A worker that
-    "loses" kills that process, too, and hears of the loss just after its own training has ended.
+    of the file `victim` before it ends, "fails" beside a task that joins, "exits", "cancels" itself, or "lingers" when
+    all is done. A worker that "loses" kills that process, too, and hears of the loss just after its own training has
+    ended.
     All saves but the first one take `slow_save_secs`.
     """
 
@@ -171,9 +172,11 @@ def replica(
         if slow_save_secs:
             with model.graph.as_default():
                 model.saver = SlowSaver(slow_save_secs)
-        train = train_monitored if family == "monitored" else train_supervised
+        train = {"monitored": train_monitored, "managed": train_managed}.get(family, train_supervised)
         with anyio.move_on_after(limit_secs):
             await train(task, model)
+        if chief == "lingers":
+            await anyio.sleep_forever()
 
     async def train_monitored(task: Any, model: Any) -> None:
         hooks = [cluster.SyncReplicasHook(model.optimizer, task.is_chief)] if sync else []
@@ -204,8 +207,8 @@ def replica(
             await at_its_end(task, sess.request_stop)
         say("closed")
 
-    async def train_supervised(task: Any, model: Any) -> None:
-        sv = Supervisor(
+    def supervisor(task: Any, model: Any) -> Supervisor:
+        return Supervisor(
             graph=model.graph,
             logdir=logdir,
             save_model_secs=save_secs,
@@ -216,6 +219,17 @@ def replica(
             handle_signals=handle_signals,
             **({} if model.saver is None else {"saver": model.saver}),
         )
+
+    async def train_managed(task: Any, model: Any) -> None:
+        async with supervisor(task, model).managed_session() as sess:
+            say("ready", step=int(await sess.run(model.step)))
+            for _ in range(steps):
+                step, _ = await sess.run([model.step, model.train], model.feed)
+                say("step", step=int(step))
+        say("closed")
+
+    async def train_supervised(task: Any, model: Any) -> None:
+        sv = supervisor(task, model)
         seen: set[int] = set()
 
         async def step_fn(sess: Any) -> None:

@@ -230,6 +230,34 @@ def test_a_signal_during_the_last_save_is_no_end_of_the_job(cluster: Callable[..
 
 
 @families
+def test_a_signal_after_the_end_of_the_job_is_no_failure(cluster: Callable[..., Cluster], family: str) -> None:
+    """The servers end: whoever was started again because of the exit status would wait for them."""
+    made = cluster(family=family, workers=0, chief="lingers")
+    server, chief = made.start("ps"), made.start("chief", steps=20)
+    chief.wait_for("closed")
+    assert server.wait() == 0
+    chief.signal(signal.SIGTERM)
+    assert chief.wait() == 0
+
+
+@families
+def test_a_last_save_for_which_there_is_no_time_is_no_end_of_the_job(
+    cluster: Callable[..., Cluster], family: str
+) -> None:
+    """Otherwise the servers would take the only copy of the model with them."""
+    made = cluster(family=family, save_secs=0.2, stop_grace_secs=2.0, chief_grace_secs=30.0, slow_save_secs=2.5)
+    server, chief = made.start("ps"), made.start("chief", until=str(made.logdir.with_name("end")))
+    chief.wait_for("checkpoint.saved", since=chief.wait_for("saving")["t"])
+    made.logdir.with_name("end").touch()
+    assert chief.wait() == 1
+    assert "StopGraceExceeded" in chief.text
+    again = made.start("chief", steps=20, slow_save_secs=0.0)
+    assert again.wait_for("ready")["step"] >= last_step(chief)
+    for task in (again, server):
+        assert task.wait() == 0
+
+
+@pytest.mark.parametrize("family", ["monitored", "supervised", "managed"])
 def test_a_last_save_that_does_not_end_is_no_end_of_the_job(cluster: Callable[..., Cluster], family: str) -> None:
     """The servers keep the only copy of the model for as long as they wait for a chief that has failed."""
     made = cluster(
@@ -327,7 +355,7 @@ def test_a_worker_is_told_when_the_chief_makes_the_model_anew(cluster: Callable[
 @families
 def test_a_chief_that_runs_nothing_itself_gets_a_lost_model_back(cluster: Callable[..., Cluster], family: str) -> None:
     """Everybody waits for it, and it has no run that could fail; nor is it the first server that is lost."""
-    made = cluster(family=family, ps=2, partitions=2, save_secs=3600, outage_secs=2.0, chief="idles")
+    made = cluster(family=family, ps=2, partitions=2, save_secs=3600, outage_secs=5.0, chief="idles")
     tasks = made.start_all()
     tasks["chief-0"].wait_for("checkpoint.saved")
     tasks["worker-0"].wait_for("step")
@@ -431,7 +459,8 @@ def test_a_chief_that_waits_for_its_workers_gets_a_lost_model_back(
     killed_at = servers[1].killed_at
     servers[1] = made.start("ps", 1)
     restored = chief.wait_for("session.restored", since=killed_at)
-    worker.wait_for("step", since=restored["t"])
+    seen = max(record["step"] for task in (worker, chief) for record in task.records("step") if record["t"] < killed_at)
+    worker.wait_for("step", since=restored["t"], where=lambda record: record["step"] > seen)
     assert chief.running
     end.touch()
     assert worker.wait() == 0
@@ -561,17 +590,22 @@ def test_training_that_is_lost_in_the_last_save_is_no_clean_end(cluster: Callabl
 
 
 @pytest.mark.full
-def test_training_that_is_lost_and_not_made_good_is_no_clean_end(cluster: Callable[..., Cluster]) -> None:
-    """The worker was there to train it again, but has died as well."""
-    made = cluster(family="supervised", save_secs=3600)
-    server, worker = made.start("ps"), made.start("worker", pause_secs=0.5)
+@pytest.mark.parametrize("losses", [1, 2])
+def test_training_that_is_lost_and_not_made_good_is_no_clean_end(cluster: Callable[..., Cluster], losses: int) -> None:
+    """The worker was there to train it again, but has ended before."""
+    made = cluster(family="supervised", save_secs=3600, slow_save_secs=3.0)
+    end = made.logdir.with_name("end")
+    server, worker = made.start("ps"), made.start("worker", pause_secs=0.5, until=str(end))
     chief = made.start("chief", steps=60)
     chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
-    server.kill()
-    server = made.start("ps")
-    again = chief.wait_for("session.recovered", timeout_secs=60)
-    worker.wait_for("step", since=again["t"])
-    worker.kill()
+    for _ in range(losses):
+        server.kill()
+        began_at = time.time()
+        server = made.start("ps")
+        chief.wait_for("cluster.waiting", since=began_at, where=is_waiting_for_workers)
+        worker.wait_for("step", since=began_at)
+    end.touch()
+    assert worker.wait() == 0
     assert chief.wait() == 138
     assert server.running
     chief = made.start("chief", steps=60)

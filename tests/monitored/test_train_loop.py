@@ -114,6 +114,30 @@ async def test_s7_only_what_the_policy_says_is_recovered_from(tmp_path: Path) ->
                 await train_loop(sv, step, recovery=quickly)
 
 
+async def test_a_loss_in_a_task_group_is_recovered_from(counter: Make, tmp_path: Path) -> None:
+    """Its error is a group then, and older Pythons leave the group's own cancellation with our task."""
+    made = counter()
+    sv = Supervisor(graph=made.graph, logdir=str(tmp_path))
+    calls = 0
+
+    async def lost(sess: Any) -> None:
+        await sess.run(made.train)
+        raise tf.errors.AbortedError(None, None, "lost")
+
+    async def step(sess: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls <= 2:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(lost(sess))
+        await sess.run(made.train)
+        sv.request_stop()
+
+    await train_loop(sv, step, recovery=quickly)
+    assert calls == 3
+    assert tf.train.latest_checkpoint(str(tmp_path)).endswith("-3")
+
+
 async def test_it_goes_on_from_what_was_saved(counter: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each restart begins with the state that the last session has saved at its end: no step is lost."""
     made = counter()
