@@ -382,7 +382,7 @@ class Lifetime:
             await self.incarnations.end(outcome, lost=True)
             if current is not None and not lost:
                 self._take_over_error(current)
-                if saving and not current.settled and not isinstance(self.coord.error, StopGraceExceeded):
+                if saving and not current.settled and not isinstance(current.coordinator.error, StopGraceExceeded):
                     self.coord.record(StopGraceExceeded.of_final_save(self._stop_grace_secs), "the final save")
         finally:
             self._last_status = self.status()
