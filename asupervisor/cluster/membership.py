@@ -100,6 +100,11 @@ class Membership:
         return self._task.configured(config)
 
     @property
+    def num_replicas(self) -> int:
+        """See `Peers.num_replicas`."""
+        return len(self._layout.trainers)
+
+    @property
     def may_initialise(self) -> bool:
         """See `Peers.may_initialise`."""
         return self.allow_reinit or not self._was_ready
@@ -363,11 +368,13 @@ class Membership:
         gone_since: dict[Member, float] = {}
         coming_since: dict[Member, float] = {}
         told_at, heard_at = -math.inf, clock.monotonic()
+        least_secs = 1.0  # for the first question, however little time there is
         while not hurried():
             reading = None
             left_secs = min(deadline, heard_at + silence_secs) - clock.monotonic()
-            with anyio.move_on_after(max(left_secs, LOOK_EVERY_SECS)):  # a frozen server answers when it is thawed
+            with anyio.move_on_after(max(left_secs, least_secs)):  # a frozen server answers when it is thawed
                 reading = await self._look()
+            least_secs = LOOK_EVERY_SECS
             if reading is None:  # perhaps it is only slow
                 if clock.monotonic() >= min(deadline, heard_at + silence_secs):
                     return False

@@ -119,6 +119,10 @@ class Peers(Protocol):
     """Whether a model that was lost may be initialised again."""
 
     @property
+    def num_replicas(self) -> int:
+        """How many tasks train, we among them."""
+
+    @property
     def may_initialise(self) -> bool:
         """Whether a model that nobody has may be initialised: at the first start, or where that is allowed."""
 

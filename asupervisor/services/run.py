@@ -75,7 +75,7 @@ class SupervisedRun:
         self.settled = False
         """Whether it has ended, and has saved whatever it was to save."""
         self.trained_to = 0
-        """The step that the model had reached at the end of our training, at the least; in a cluster."""
+        """The step that the model had reached at the end of our training, as far as we know; in a cluster."""
         self.owed: tuple[int, Exception] | None = None
         """The step that others are to reach again in our place, and what it was lost by."""
         self._first = first
@@ -347,9 +347,11 @@ class SupervisedRun:
             saved = await self._save_at_last(outcome)
             saver = self.services.last_saver
             if saver is not None and saver.skipped and self._leaves_as == "done":
-                raise StopGraceExceeded.of_final_save(self._settings.stop_grace_secs)
-            if self.owed is not None and saved is not None and (saved.step or 0) < self.owed[0]:
-                raise self.owed[1]
+                reached = await self._reached()
+                if reached is None or saver.last_step is None or reached > saver.last_step:
+                    raise StopGraceExceeded.of_final_save(self._settings.stop_grace_secs)
+            if self.owed is not None and saved is not None and (saved.step or 0) < self.owed[0] - peers.num_replicas:
+                raise self.owed[1]  # beyond the step that each of them may have had under way at its end
             self.settled, self._settled_runs = True, runs
         except BaseException as error:  # also if the time for it is over: nobody shall take the job for done
             self._leaves_as = "lost" if lost else self.ending.cut_off_as(error)
@@ -370,9 +372,8 @@ class SupervisedRun:
             tf.errors.OpError: What ended the wait is a loss. Others go on, so that this is not the end: whoever can
                 begins again.
         """
-        self.trained_to = (self.start_step or 0) + self.session.training_runs
-        with contextlib.suppress(Exception):
-            self.trained_to = max(self.trained_to, await self.session.side(self._look_at_step) or 0)
+        reached = await self._reached()
+        self.trained_to = (self.start_step or 0) + self.session.training_runs if reached is None else reached
         limit_secs, saver = 0.8 * grace_secs, self.services.last_saver
         if saver is not None:
             limit_secs = min(limit_secs, grace_secs - 1.5 * (saver.cost_secs or 0.0))
@@ -384,10 +385,13 @@ class SupervisedRun:
                 saving.cancel()
                 await asyncio.wait([saving])
 
-    def _look_at_step(self, raw: tf.compat.v1.Session) -> int | None:
-        """How far the model has come, where that is quick to know; blocking."""
+    async def _reached(self) -> int | None:
+        """The global step, where that is quick to know: unlike `read_step`, it does not wait for a frozen server."""
         options = tf.compat.v1.RunOptions(timeout_in_ms=1000)
-        return step_value(raw.run(self._settings.elements.global_step, options=options))
+        with contextlib.suppress(Exception):
+            step = self._settings.elements.global_step
+            return step_value(await self.session.side(lambda raw: raw.run(step, options=options)))
+        return None
 
     def _is_hurried(self) -> bool:
         """Whether somebody does not want to wait for other tasks: a signal has come, or a cancellation."""

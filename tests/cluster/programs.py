@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,10 +109,10 @@ def replica(
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
     Training ends at a step, or once the file `until` is there.
-    A chief that does not train until the end "idles"; or, after its steps, it "joins" its workers, "kills" the process
-    of the file `victim` before it ends, "fails" beside a task that joins, "exits", "cancels" itself, or "lingers" when
-    all is done. A worker that "loses" kills that process, too, and hears of the loss just after its own training has
-    ended.
+    A chief that does not train until the end "idles"; or, after its steps, it "joins" its workers, "saves", "kills" the
+    process of the file `victim` before it ends, "fails" beside a task that joins, "exits", "cancels" itself, or
+    "lingers" when all is done. A worker that "loses" kills that process, too, and hears of the loss just after its own
+    training has ended.
     All saves but the first one take `slow_save_secs`.
     """
 
@@ -124,15 +123,17 @@ def replica(
         assert victim is not None
         os.kill(int(Path(victim).read_text()), signal.SIGKILL)
 
-    async def at_its_end(task: Any, request_stop: Callable[..., None]) -> None:
+    async def at_its_end(task: Any, owner: Any) -> None:
         if chief == "loses" and not task.is_chief:
             kill_victim()
-            asyncio.get_running_loop().call_soon(request_stop, tf.errors.AbortedError(None, None, "lost"))
+            asyncio.get_running_loop().call_soon(owner.request_stop, tf.errors.AbortedError(None, None, "lost"))
             raise tf.errors.OutOfRangeError(None, None, "end of data")
         if not task.is_chief:
             return
         if chief == "joins":
             say("joined", how=await task.join())
+        elif chief == "saves":
+            await owner.save()
         elif chief == "kills":
             kill_victim()
         elif chief == "fails":
@@ -204,7 +205,7 @@ def replica(
                     say("unknown", before=unknown.before, now=unknown.now)
                 await asyncio.sleep(pause_secs)
             say("trained", step=int(step))
-            await at_its_end(task, sess.request_stop)
+            await at_its_end(task, sess)
         say("closed")
 
     def supervisor(task: Any, model: Any) -> Supervisor:
@@ -243,7 +244,7 @@ def replica(
             say("step", step=int(step))
             if step >= steps or told_to_end():
                 say("trained", step=int(step))
-                await at_its_end(task, sv.request_stop)
+                await at_its_end(task, sv)
                 sv.request_stop()
             await asyncio.sleep(pause_secs)
 

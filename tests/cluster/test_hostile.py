@@ -223,6 +223,8 @@ def test_a_signal_during_the_last_save_is_no_end_of_the_job(cluster: Callable[..
     chief.signal(signal.SIGTERM)
     assert chief.wait() == 143
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+    with pytest.raises(AssertionError, match="did not end"):
+        server.wait(2.0)  # longer than it needs to see that the job is done
     chief = made.start("chief", steps=20, slow_save_secs=0.0)
     chief.wait_for("cluster.adopted")
     for task in (chief, server):
@@ -255,6 +257,16 @@ def test_a_last_save_for_which_there_is_no_time_is_no_end_of_the_job(
     assert again.wait_for("ready")["step"] >= last_step(chief)
     for task in (again, server):
         assert task.wait() == 0
+
+
+@families
+def test_a_last_save_of_what_is_saved_already_needs_no_time(cluster: Callable[..., Cluster], family: str) -> None:
+    made = cluster(family=family, save_secs=3600, stop_grace_secs=1.0, slow_save_secs=1.5, chief="saves")
+    server, chief = made.start("ps"), made.start("chief", steps=20)
+    for task in (chief, server):
+        assert task.wait() == 0
+    assert chief.records("checkpoint.skipped")
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 20
 
 
 @pytest.mark.parametrize("family", ["monitored", "supervised", "managed"])
@@ -612,6 +624,23 @@ def test_training_that_is_lost_and_not_made_good_is_no_clean_end(cluster: Callab
     for task in (chief, server):
         assert task.wait() == 0
     assert (checkpoints(made.logdir)[-1].step or 0) >= 60
+
+
+@pytest.mark.full
+def test_training_that_is_lost_and_made_good_is_a_clean_end(cluster: Callable[..., Cluster]) -> None:
+    """All train until the same step; each may go one beyond it, so that fewer of them do not come as far."""
+    made = cluster(family="supervised", workers=2, save_secs=3600, slow_save_secs=3.0, steps=60)
+    server, worker = made.start("ps"), made.start("worker")
+    other, chief = made.start("worker", 1), made.start("chief")
+    worker.wait_for("step")
+    worker.freeze()
+    assert other.wait() == 0
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    server.kill()
+    server = made.start("ps")
+    worker.thaw()
+    for task in (worker, chief, server):
+        assert task.wait() == 0
 
 
 def test_a_worker_whose_training_has_ended_has_nothing_to_lose(cluster: Callable[..., Cluster]) -> None:
