@@ -13,6 +13,7 @@ session all the same. All calls that fail with one session share one recovery. E
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -242,6 +243,8 @@ class Incarnations:
             failed.loss = GIVEN_UP
         except Exception as problem:
             recovery.error = problem
+            if failed.awaited and not isinstance(problem, StopRequested):  # also if nobody who has asked is left
+                self._coord.record(problem, "a service")
         except BaseException:
             recovery.error = StopRequested("the recovery of a session")
             raise
@@ -406,11 +409,8 @@ class Incarnations:
             await incarnation.coordinator.wait_for_stop()
             error = incarnation.coordinator.error
             if error is not None and not incarnation.ending and self._may_recover(error):
-                await self._replace(incarnation, error, "coordinator", error)
-        except StopRequested:
-            pass
-        except Exception as problem:
-            self._coord.record(problem, "a service")
+                with contextlib.suppress(Exception):  # told by the recovery
+                    await self._replace(incarnation, error, "coordinator", error)
         finally:
             error = None
             del incarnation

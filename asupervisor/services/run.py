@@ -339,12 +339,18 @@ class SupervisedRun:
                     await self._wait_for_others(peers, self._host.grace_left)
                 except tf.errors.AbortedError:
                     lost = True
-                    self.settled = await self._save_at_last(outcome) is not None  # what is left of it may be whole
+                    with contextlib.suppress(
+                        Exception
+                    ):  # what is left of it may be whole; a failure is told as an event
+                        self.settled = await self._save_at_last(outcome) is not None
                     self._settled_runs = runs
                     raise
                 outcome = self._outcome()
                 self._leaves_as = self.ending.leaves_as(outcome)
-            saved = await self._save_at_last(outcome)
+            try:
+                saved = await self._save_at_last(outcome)
+            except tf.errors.CancelledError as error:  # no echo of a stop of ours: this is how a lost peer looks, too
+                raise tf.errors.AbortedError(None, None, f"in the last save: {error.message}") from error
             saver = self.services.last_saver
             if saver is not None and saver.skipped and self._leaves_as == "done":
                 reached = await self._reached()

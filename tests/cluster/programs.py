@@ -105,6 +105,7 @@ def replica(
     victim: str | None = None,
     limit_secs: float = math.inf,
     slow_save_secs: float = 0.0,
+    cancels_saves: bool = False,
 ) -> None:
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
@@ -113,7 +114,7 @@ def replica(
     process of the file `victim` before it ends, "fails" beside a task that joins, "exits", "cancels" itself, or
     "lingers" when all is done. A worker that "loses" kills that process, too, and hears of the loss just after its own
     training has ended.
-    All saves but the first one take `slow_save_secs`.
+    All saves but the first one take `slow_save_secs`, or fail as runs do that a lost peer has cancelled.
     """
 
     def told_to_end() -> bool:
@@ -170,9 +171,9 @@ def replica(
             with model.graph.as_default(), tf1.device(task.name):
                 slow = tf1.py_func(sleep, [], tf.int32)
                 tf1.add_to_collection(tf1.GraphKeys.TABLE_INITIALIZERS, slow.op)
-        if slow_save_secs:
+        if slow_save_secs or cancels_saves:
             with model.graph.as_default():
-                model.saver = SlowSaver(slow_save_secs)
+                model.saver = SlowSaver(slow_save_secs, cancels_saves)
         train = {"monitored": train_monitored, "managed": train_managed}.get(family, train_supervised)
         with anyio.move_on_after(limit_secs):
             await train(task, model)
@@ -196,7 +197,7 @@ def replica(
             step = int(await sess.run(model.step))
             say("ready", step=step)
             while chief == "idles" and task.is_chief and not sess.should_stop():
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.001)  # it leaves as soon as it can
             while step < steps and not told_to_end() and not sess.should_stop():
                 try:
                     step, _ = await sess.run([model.step, model.train], model.feed)
@@ -258,17 +259,20 @@ def replica(
 
 
 class SlowSaver(tf1.train.Saver):  # type: ignore[misc]
-    """Stands for a slow disk."""
+    """Stands for a slow disk, or for a peer that is lost in the last save."""
 
-    def __init__(self, secs: float) -> None:
+    def __init__(self, secs: float, cancels: bool) -> None:
         super().__init__()
         self._secs = secs
+        self._cancels = cancels
         self._first = True
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
         if not self._first:
             say("saving")
             time.sleep(self._secs)
+            if self._cancels:
+                raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled.")
         self._first = False
         return super().save(*args, **kwargs)
 

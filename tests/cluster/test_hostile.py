@@ -259,6 +259,22 @@ def test_a_last_save_for_which_there_is_no_time_is_no_end_of_the_job(
         assert task.wait() == 0
 
 
+@pytest.mark.full
+@families
+def test_a_last_save_that_a_lost_peer_has_cancelled_is_no_end_of_the_job(
+    cluster: Callable[..., Cluster], family: str
+) -> None:
+    """TensorFlow's CancelledError is no echo of a stop there; the chief is expected back."""
+    made = cluster(family=family, workers=0, save_secs=3600, cancels_saves=True)
+    server, chief = made.start("ps"), made.start("chief", steps=20)
+    assert chief.wait() == 138
+    assert server.running
+    chief = made.start("chief", steps=20, cancels_saves=False)
+    for task in (chief, server):
+        assert task.wait() == 0
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+
+
 @families
 def test_a_last_save_of_what_is_saved_already_needs_no_time(cluster: Callable[..., Cluster], family: str) -> None:
     made = cluster(family=family, save_secs=3600, stop_grace_secs=1.0, slow_save_secs=1.5, chief="saves")
