@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import threading
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +12,7 @@ import tensorflow as tf
 from asupervisor.clock import Clock
 from asupervisor.cluster.membership import Membership
 from asupervisor.cluster.probing import silent_ones
-from asupervisor.cluster.register import Reading, Register, TaskState
+from asupervisor.cluster.register import Reading, Register, TaskState, hang_up
 from asupervisor.events import EventSink
 from asupervisor.runtime import signals
 from asupervisor.runtime.device import DeviceExecutor
@@ -71,7 +70,7 @@ async def _until_done(task: Task, executor: DeviceExecutor, clock: Clock) -> Non
             try:
                 reading = await executor.side(register.read, label="read the register")
             except tf.errors.OpError:  # the first parameter server is not there, or not any more
-                await executor.side(register.hang_up, label="close the register")
+                await hang_up(register, executor)
             if reading is not None and reading.states[0].ended:
                 chief_ended_at = min(chief_ended_at, clock.monotonic())
                 at_work = any(state is TaskState.WORKING for state in reading.states)
@@ -84,8 +83,7 @@ async def _until_done(task: Task, executor: DeviceExecutor, clock: Clock) -> Non
                 chief_ended_at = math.inf
             await clock.sleep(POLL_SECS)
     finally:
-        with contextlib.suppress(Exception):
-            await executor.side(register.hang_up, label="close the register")
+        await hang_up(register, executor)
 
 
 async def _until_others_are_gone(task: Task, clock: Clock) -> None:

@@ -12,7 +12,6 @@ been a session. On the event loop; what blocks is on side threads.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
@@ -29,7 +28,7 @@ from asupervisor.checkpoint import files as fs
 from asupervisor.clock import Clock
 from asupervisor.cluster.config import Layout, Member
 from asupervisor.cluster.probing import answers, silent_ones
-from asupervisor.cluster.register import Reading, Register, TaskState
+from asupervisor.cluster.register import Reading, Register, TaskState, hang_up
 from asupervisor.errors import PeersUnreachable, SessionClosed, SessionNotReady, describe, telling_line
 from asupervisor.services.peers import Around, How, Ways, is_loss
 from asupervisor.session.session import AsyncSession
@@ -448,12 +447,8 @@ class Membership:
         return self._register
 
     async def _hang_up(self) -> None:
-        """Close the register's session, where that is quick; else a thread goes on with it alone."""
         if self._register is not None and self._around is not None:
-            hanging_up = asyncio.ensure_future(self._side(self._register.hang_up, "close the register"))
-            await asyncio.wait([hanging_up], timeout=0.5)
-            if not hanging_up.cancel():
-                hanging_up.exception()  # seen: it has nothing to say about a session that nobody needs
+            await hang_up(self._register, self._around.executor)
 
     async def _side(self, fn: Callable[..., T], label: str, *args: Any) -> T:
         if self._around is None:

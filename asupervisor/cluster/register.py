@@ -14,6 +14,7 @@ Everything here blocks, up to `CALL_SECS` where a peer is frozen; on side thread
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import secrets
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from asupervisor.cluster.config import Layout, Member
+from asupervisor.runtime.device import DeviceExecutor
 from asupervisor.session.opening import close_quietly
 
 tf1 = tf.compat.v1
@@ -214,3 +216,11 @@ class Register:
             session, self._session = self._session, None
         if session is not None:
             close_quietly(session)
+
+
+async def hang_up(register: Register, executor: DeviceExecutor) -> None:
+    """Close the register's session, where that is quick; else a thread goes on with it alone."""
+    hanging_up = asyncio.ensure_future(executor.side(register.hang_up, label="close the register"))
+    await asyncio.wait([hanging_up], timeout=0.5)
+    if not hanging_up.cancel():
+        hanging_up.exception()  # seen: it has nothing to say about a session that nobody needs
