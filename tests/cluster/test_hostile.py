@@ -421,7 +421,7 @@ async def test_a_server_whose_very_first_question_failed_is_asked_anew(cluster: 
     for process in servers:
         process.wait_for("cluster.serving")
     await membership._side(membership._get_register().read, "a question to the first server only")
-    servers[1].kill()
+    await asyncio.to_thread(servers[1].kill)
     with pytest.raises(tf.errors.AbortedError, match="no answer from /job:ps/task:1"):
         await membership._look()
     made.start("ps", 1).wait_for("cluster.serving")

@@ -670,7 +670,7 @@ def test_many_threads(plans, raw, model, variables):
     assert steps == most if variables == "resource" else most // 2 < steps <= most
 
 
-def test_dropping_under_running_threads(raw, model):
+def test_dropping_under_running_threads(raw, model, variables):
     plans = PlanCache(raw, global_step=model.step)
     feed = {model.x: ONES}
     failed, counts = [], []
@@ -697,7 +697,9 @@ def test_dropping_under_running_threads(raw, model):
     for thread in threads:
         thread.join(60)
     assert not failed
-    assert raw.run(model.step) == sum(counts) == 300
+    assert sum(counts) == 300
+    steps = raw.run(model.step)  # of ref variables an update may be lost, as above
+    assert steps == 300 if variables == "resource" else 150 < steps <= 300
 
 
 # ------------------------------------------------------------------------------- in the caller's thread, or not

@@ -370,6 +370,7 @@ async def test_stop_waits_for_the_threads_that_it_is_given(counter: Callable[...
             await sv.stop([deaf], ignore_live_threads=True)
         finally:
             release.set()
+            await asyncio.to_thread(deaf.join)
         await sv.stop([deaf])
     assert not deaf.is_alive()
 
