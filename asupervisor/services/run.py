@@ -332,40 +332,35 @@ class SupervisedRun:
         self._leaves_as = self.ending.leaves_as(outcome)
         if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
             return  # the model is with the others, or nowhere
-        lost = False
         try:
             if self._leaves_as == "done" and self._host is not None:
-                try:
-                    await self._wait_for_others(peers, self._host.grace_left)
-                except tf.errors.AbortedError:
-                    lost = True
-                    with contextlib.suppress(
-                        Exception
-                    ):  # what is left of it may be whole; a failure is told as an event
-                        self.settled = await self._save_at_last(outcome) is not None
-                    self._settled_runs = runs
-                    raise
+                await self._wait_for_others(peers, self._host.grace_left)
                 outcome = self._outcome()
                 self._leaves_as = self.ending.leaves_as(outcome)
-            try:
-                saved = await self._save_at_last(outcome)
-            except tf.errors.CancelledError as error:  # no echo of a stop of ours: this is how a lost peer looks, too
-                raise tf.errors.AbortedError(None, None, f"in the last save: {error.message}") from error
-            saver = self.services.last_saver
-            if saver is not None and saver.skipped and self._leaves_as == "done":
-                reached = await self._reached()
-                if reached is None or saver.last_step is None or reached > saver.last_step:
-                    raise StopGraceExceeded.of_final_save(self._settings.stop_grace_secs)
-            if self.owed is not None and saved is not None and (saved.step or 0) < self.owed[0] - peers.num_replicas:
-                raise self.owed[1]  # beyond the step that each of them may have had under way at its end
+            saved = await self._save_at_last(outcome)
+            await self._check_nothing_is_lost(saved, peers.num_replicas)
             self.settled, self._settled_runs = True, runs
         except BaseException as error:  # also if the time for it is over: nobody shall take the job for done
-            self._leaves_as = "lost" if lost else self.ending.cut_off_as(error)
-            if self._leaves_as == "failed" and isinstance(error, asyncio.CancelledError):
-                self._coordinator.record(
-                    StopGraceExceeded.of_final_save(self._settings.stop_grace_secs), "the final save"
-                )
+            self._leaves_as = self.ending.cut_off_as(error)
+            if isinstance(error, asyncio.CancelledError) and self._leaves_as == "failed":
+                self._coordinator.record(self._no_final_save(), "the final save")
+            elif isinstance(error, tf.errors.CancelledError):  # no echo of a stop of ours: a lost peer looks so, too
+                self._leaves_as = "lost"
+                raise tf.errors.AbortedError(None, None, f"in the last save: {error.message}") from error
             raise
+
+    async def _check_nothing_is_lost(self, saved: CheckpointInfo | None, num_replicas: int) -> None:
+        saver = self.services.last_saver
+        if saver is not None and saver.skipped and self._leaves_as == "done":
+            reached = await self._reached()
+            if reached is None or saver.last_step is None or reached > saver.last_step:
+                raise self._no_final_save()
+        # Each of those who train may have had a step under way when the training ended.
+        if self.owed is not None and saved is not None and (saved.step or 0) < self.owed[0] - num_replicas:
+            raise self.owed[1]
+
+    def _no_final_save(self) -> StopGraceExceeded:
+        return StopGraceExceeded.of_final_save(self._settings.stop_grace_secs)
 
     async def _save_at_last(self, outcome: Outcome) -> CheckpointInfo | None:
         saver = self.services.last_saver
@@ -386,6 +381,11 @@ class SupervisedRun:
         saving = None if saver is None else asyncio.ensure_future(saver.save_meanwhile(grace_secs))
         try:
             await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
+        except tf.errors.AbortedError:  # what is left of the model may be whole
+            self._settled_runs = self.session.statistics().writing_runs
+            with contextlib.suppress(Exception):  # told as an event
+                self.settled = saver is not None and await saver.final_save(Outcome.ERROR, grace_secs / 10) is not None
+            raise
         finally:
             if saving is not None:
                 saving.cancel()
