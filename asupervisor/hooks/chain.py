@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,13 +66,13 @@ class HookChain:
     async def begin(self, on_device: OnDevice) -> None:
         """Call every hook's `begin`."""
         for hook in self.hooks:
-            started: list[bool] = []
+            begin = _Claimed(hook.begin)
             self._begun.append(hook)
             try:
-                await _call(_noting(hook.begin, started), (), on_device)
+                await _call(begin.method, (), on_device)
             except BaseException as error:
                 _mark(error)
-                if not started:  # cancelled in the queue of the device thread: it has not begun
+                if begin.give_up():  # cancelled in the queue of the device thread: it has not begun
                     self._begun.remove(hook)
                 raise
 
@@ -136,18 +137,18 @@ class HookChain:
         loop = asyncio.get_running_loop()
         deadline = None if limit_secs is None else loop.time() + limit_secs
 
-        async def last_call(method: Callable[..., Any], args: tuple[Any, ...], started: list[bool]) -> Exception | None:
+        async def last_call(call: _Claimed, *args: Any) -> Exception | None:
             secs = None if deadline is None else 0.8 * max(0.0, deadline - loop.time())
-            return await self._last_call(_noting(method, started), session, args, on_device, secs)
+            return await self._last_call(call.method, session, args, on_device, secs)
 
         errors: list[Exception | None] = []
         if not self._ending and outcome.clean and session is not None:
             self._ending = True
             left_out: list[str] = []
             for hook in self.hooks:
-                started: list[bool] = []
-                errors.append(await last_call(hook.end, (), started))
-                if not started and errors[-1] is None:
+                end = _Claimed(hook.end)
+                errors.append(await last_call(end))
+                if errors[-1] is None and end.give_up():
                     left_out.append(type(hook).__name__)
             if left_out:
                 self._emit(
@@ -164,15 +165,15 @@ class HookChain:
         try:
             while self._begun:
                 hook = self._begun.pop(0)
-                finish = getattr(hook, "finish", None)
-                if finish is None:
+                method = getattr(hook, "finish", None)
+                if method is None:
                     continue
-                started = []
+                finish = _Claimed(method)
                 error: Exception | None = None
                 try:
-                    error = await last_call(finish, (outcome,), started)
+                    error = await last_call(finish, outcome)
                 finally:
-                    if not started and error is None:  # it has waited for the device thread: it was not called
+                    if error is None and finish.give_up():  # it has waited for the device thread: it was not called
                         waiting.append(hook)
                 errors.append(error)
                 del error  # its traceback leads here
@@ -331,23 +332,32 @@ class HookChain:
         return results[0]
 
 
-def _noting(method: Callable[..., Any], started: list[bool]) -> Callable[..., Any]:
-    """The same method, of the same kind, which notes that it was called."""
-    if is_async(method):
+class _Claimed:
+    """A call that either is made or is given up, never both, whichever thread comes first.
+
+    Args:
+        method: What is to be called.
+
+    Attributes:
+        method: The same, of the same kind; it does nothing once it was given up.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._claim = threading.Lock()
+
+        @functools.wraps(method)
+        def call(*args: Any) -> Any:
+            return method(*args) if self._claim.acquire(blocking=False) else None
 
         @functools.wraps(method)
         async def acall(*args: Any) -> Any:
-            started.append(True)
-            return await method(*args)
+            return await method(*args) if self._claim.acquire(blocking=False) else None
 
-        return acall
+        self.method: Callable[..., Any] = acall if is_async(method) else call
 
-    @functools.wraps(method)
-    def call(*args: Any) -> Any:
-        started.append(True)
-        return method(*args)
-
-    return call
+    def give_up(self) -> bool:
+        """Whether it was not called: then it will not be, either."""
+        return self._claim.acquire(blocking=False)
 
 
 def raised_by_a_hook(error: BaseException) -> bool:

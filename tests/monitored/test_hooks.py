@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -13,10 +14,12 @@ import pytest
 import tensorflow as tf
 
 from asupervisor import AsyncSession, Coordinator
-from asupervisor.errors import WrongEventLoop
+from asupervisor.errors import StopRequested, WrongEventLoop
+from asupervisor.events import log_only
 from asupervisor.hooks import AsyncSessionRunHook
+from asupervisor.hooks.chain import HookChain
 from asupervisor.hooks.merging import frozen_structure, merge_run_options
-from asupervisor.hooks.protocol import is_async
+from asupervisor.hooks.protocol import HookOutcome, is_async
 from asupervisor.monitored import MonitoredSession
 from asupervisor.runtime import blocking_view
 from asupervisor.runtime.blocking_view import BlockingCoordinator
@@ -337,6 +340,31 @@ async def test_cancelled_in_flight_the_step_and_its_plain_hooks_end(counter: Mak
         gate.set()
         assert await sess.plain.run(made.step) == 1
         assert hook.calls[-1] == "hook.after_run"
+
+
+@pytest.mark.parametrize("given_up", ["begin", "finish"])
+@pytest.mark.parametrize("first", ["the stop", "the thread"])
+async def test_a_call_that_is_given_up_while_a_thread_takes_it(recorder: Make, given_up: str, first: str) -> None:
+    """Whoever comes first, what has begun has one last call, and what has not has none."""
+    hook = recorder()
+    late: list[Callable[[], Any]] = []
+
+    async def on_device(fn: Callable[..., Any], method: Callable[..., Any], args: Any) -> Any:
+        call = functools.partial(fn, method, args)
+        if late or method.__name__ != given_up:
+            return call()
+        if first == "the thread":
+            call()
+        late.append(call)
+        raise StopRequested(given_up)
+
+    chain = HookChain([hook], log_only)
+    with contextlib.suppress(StopRequested):
+        await chain.begin(on_device)
+    for _ in range(2):
+        assert await chain.end(None, HookOutcome("error"), on_device) == []
+        late[0]()
+    assert hook.calls == ([] if (first, given_up) == ("the stop", "begin") else ["hook.begin", "hook.finish"])
 
 
 async def test_the_blocking_view_of_a_coordinator(
