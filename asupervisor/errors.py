@@ -74,6 +74,12 @@ def errors_in(error: BaseException) -> list[BaseException]:
     return [each for member in error.exceptions for each in errors_in(member)]
 
 
+def is_only(error: BaseException | None, kinds: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
+    """Whether it is an exception of these kinds, or an exception group of nothing else."""
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return isinstance(error, kinds) or (bool(members) and all(is_only(each, kinds) for each in members))
+
+
 class SupervisorError(Exception):
     """The root of asupervisor's own exceptions."""
 
@@ -127,12 +133,20 @@ class StopGraceExceeded(SupervisorError, RuntimeError):
         )
 
     @classmethod
-    def of_final_save(cls, grace_secs: float) -> StopGraceExceeded:
+    def of_final_save(cls, grace_secs: float, aside: str = "") -> StopGraceExceeded:
         """For a final save that was due and was not made.
 
         Args:
             grace_secs: The whole grace, in seconds.
+            aside: The emergency checkpoint that was made instead, if one was.
         """
+        if aside:
+            return cls(
+                ["final save"],
+                grace_secs,
+                message=f"there is no final save: a training run did not end, and the state beside it, {aside}, is "
+                "never restored by itself. Await what runs, or end its input, before the session is left.",
+            )
         return cls(
             ["final save"],
             grace_secs,

@@ -113,7 +113,8 @@ class Supervisor(SupervisorControls):
         nonfinite: What to do with a model whose trainable variables hold NaN or infinity at a save: ``"refuse"``
             writes it aside and never restores it by itself, ``"mark"`` publishes it with a warning, ``"allow"`` does
             not look.
-        clean_stop_exception_types: Exceptions that mean a clean end. None for TensorFlow's OutOfRangeError.
+        clean_stop_exception_types: Exceptions that mean a clean end, as does an exception group of nothing else. None
+            for TensorFlow's OutOfRangeError.
         executor: The device thread to use, shared with other supervisors; it is not closed. By default each session
             has its own.
         clock: Where the time comes from.

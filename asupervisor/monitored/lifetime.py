@@ -21,7 +21,16 @@ import tensorflow as tf
 
 from asupervisor import _tf
 from asupervisor.clock import Clock
-from asupervisor.errors import SessionActive, SessionClosed, StopGraceExceeded, StopRequested, describe, telling_line
+from asupervisor.errors import (
+    SessionActive,
+    SessionClosed,
+    StopGraceExceeded,
+    StopRequested,
+    describe,
+    errors_in,
+    is_only,
+    telling_line,
+)
 from asupervisor.events import EventHub, Status
 from asupervisor.hooks.chain import HookChain
 from asupervisor.hooks.protocol import HookOutcome
@@ -280,10 +289,10 @@ class Lifetime:
         if block is None:
             return False
         self.closed = True
-        clean = isinstance(exc, CLEAN_ENDS)
+        clean = is_only(exc, CLEAN_ENDS)
         overdue = block.sent_cancel and isinstance(exc, asyncio.CancelledError)  # it is ours, because of a stop
         if exc is None or clean or overdue:
-            stopped = self._stop_asked() or isinstance(exc, StopRequested)
+            stopped = self._stop_asked() or is_only(exc, StopRequested)
             self._ending = HookOutcome("stopped" if stopped else "finished", told_by=exc if clean else None)
             if not self.coord.should_stop():
                 self.incarnations.leave()
@@ -298,6 +307,7 @@ class Lifetime:
             del exc, block, self
 
     def _tell_of_clean_end(self, error: BaseException) -> None:
+        error = errors_in(error)[0]
         op = getattr(getattr(error, "op", None), "name", None)
         self.emit(
             "stop.clean",
@@ -316,7 +326,7 @@ class Lifetime:
         current = self.incarnations.current
         session = None if current is None or not current.usable else current.plain
         for error in await self.chain.end(session, outcome, self._on_thread, for_hooks):
-            self.coord.record(error, "a hook's last call")
+            self.coord.record(error, "a hook's last call", always=True)
             outcome = HookOutcome("error", error)
         self._note_outcome(outcome)
         hurry = self._host is not None and self._host.interrupted
@@ -327,7 +337,7 @@ class Lifetime:
     def _take_over_error(self, current: Incarnation) -> None:
         error = current.coordinator.error
         if error is not None and error is not self.coord.error and not self._took_over:
-            self.coord.record(error, "a service")
+            self.coord.record(error, "a service", always=True)
         self._took_over = True
 
     def _saves_at_the_end(self, current: Incarnation | None) -> bool:

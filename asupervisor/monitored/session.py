@@ -51,8 +51,9 @@ class MonitoredSession:
                 await sess.run(train_op)
 
     Leaving the block ends the hooks, saves where it saves, ends the queue feeders and closes the session. An
-    `OutOfRangeError`, and a stop that a hook or a step function asked for, do not leave it; any other exception does,
-    as the same object. The first one that went wrong leaves; later ones are its notes.
+    `OutOfRangeError`, a stop that a hook or a step function asked for, and an exception group of nothing else do not
+    leave it; any other exception does, as the same object. The first one that went wrong leaves; later ones are its
+    notes.
 
     Recovery: where a run fails with an error that the policy recovers from, or the session's coordinator holds one,
     the session is closed and made anew after a pause, and the call is run again, unless the state that it finds may

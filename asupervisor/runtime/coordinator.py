@@ -21,7 +21,7 @@ from typing import Any, Self, cast
 
 import anyio
 
-from asupervisor.errors import StopGraceExceeded, WrongEventLoop, describe
+from asupervisor.errors import StopGraceExceeded, WrongEventLoop, describe, is_only
 from asupervisor.events import EventSink, log_only
 from asupervisor.runtime.joining import Worker, outlast
 from asupervisor.runtime.reports import ExcInfo, Report, Reports, StopOnException, exception_of, tell
@@ -48,7 +48,8 @@ class Coordinator:
     Source: `tf.compat.v1.train.Coordinator`.
 
     Args:
-        clean_stop_exception_types: Exceptions that mean a clean end; a report of one is a stop without an error.
+        clean_stop_exception_types: Exceptions that mean a clean end; a report of one, or of an exception
+            group of nothing else, is a stop without an error.
             None stands for TensorFlow's `OutOfRangeError`, an empty list for nothing at all.
         consequence_types: Exceptions that are but an echo of the stop itself (a queue that the stop closed).
             They are dropped when they are reported after a stop; before one they are errors like any other.
@@ -93,7 +94,7 @@ class Coordinator:
             TypeError: `ex` is neither.
             BaseException: `ex` itself, where the coordinator was already joined, since nobody else would see it.
         """
-        self.stops_asked += ex is None or isinstance(exception_of(ex), self.clean_stop_exception_types)
+        self.stops_asked += ex is None or is_only(exception_of(ex), self.clean_stop_exception_types)
         self.report(ex, "request_stop")
 
     def report(self, ex: BaseException | ExcInfo | None, where: str) -> None:
@@ -112,12 +113,19 @@ class Coordinator:
             if not self._reports.take_back(report):
                 return
         self._stop = True
-        if not isinstance(report.error, self.clean_stop_exception_types):
+        if not is_only(report.error, self.clean_stop_exception_types):
             raise report.error
 
-    def record(self, error: BaseException, where: str) -> None:
-        """`report` for whoever runs what is joined: never raises it, whether or not somebody has joined in between."""
-        self._reports.put(Report(exception_of(error), where, self._stop))
+    def record(self, error: BaseException, where: str, *, always: bool = False) -> None:
+        """`report` for whoever runs what is joined: never raises it, whether or not somebody has joined in between.
+
+        Args:
+            error: What went wrong.
+            where: Who tells.
+            always: Whether it is an error whatever its class. A last save that fails is no clean end, and no echo of
+                the stop.
+        """
+        self._reports.put(Report(exception_of(error), where, self._stop, always))
         self._set_stop()
 
     def _set_stop(self) -> None:

@@ -16,6 +16,7 @@ the grace starts. Everything here runs on the loop thread.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Coroutine
@@ -82,7 +83,11 @@ class Host(Generic[T]):
         self.state: Literal["starting", "running", "stopping", "stopped"] = "starting"
         self._services = ServiceGroup(name, coordinator, emit)
         self._waits = Waits(
-            name, kill_grace_secs, on_interrupt=self._on_interrupt, record=coordinator.record, emit=emit
+            name,
+            kill_grace_secs,
+            on_interrupt=self._on_interrupt,
+            record=functools.partial(coordinator.record, always=True),
+            emit=emit,
         )
         self.awaited = Awaited(self._services, coordinator)
         self._grace = Grace(stop_grace_secs, kill_grace_secs, coordinator)

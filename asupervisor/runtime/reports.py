@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Protocol
 
-from asupervisor.errors import StopRequested, describe, telling_line
+from asupervisor.errors import StopRequested, describe, errors_in, is_only, telling_line
 from asupervisor.events import EventSink
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
@@ -24,11 +24,12 @@ MOST_FURTHER_ERRORS = 20
 class Report:
     """One error as it was reported: the traceback and context are kept as they were then."""
 
-    __slots__ = ("after_stop", "context", "error", "traceback", "where")
+    __slots__ = ("after_stop", "always", "context", "error", "traceback", "where")
 
-    def __init__(self, error: BaseException, where: str, after_stop: bool) -> None:
+    def __init__(self, error: BaseException, where: str, after_stop: bool, always: bool = False) -> None:
         self.error = error
         self.after_stop = after_stop
+        self.always = always  # an error, whatever its class
         self.traceback = error.__traceback__
         self.context = error.__context__
         self.where = where
@@ -84,12 +85,13 @@ class Reports:
         error = report.error
         if any(error is known.error for known in (self.primary, *self.secondary) if known is not None):
             return ""
-        if isinstance(error, self.clean_types):
-            if self.clean is None:
-                self.clean = report
-            return "stop.clean"
-        if report.after_stop and isinstance(error, self._consequence_types):
-            return "stop.echo"
+        if not report.always:
+            if is_only(error, self.clean_types):
+                if self.clean is None:
+                    self.clean = report
+                return "stop.clean"
+            if report.after_stop and is_only(error, self._consequence_types):
+                return "stop.echo"
         if self.primary is None:
             self.primary = report
             return "stop.error"
@@ -138,7 +140,8 @@ class Reports:
 def tell(kind: str, report: Report, emit: EventSink) -> None:
     """Tell of a report that was sorted; not under a lock, since a log handler holds locks of its own."""
     error, where = report.error, report.where
-    short = f"{type(error).__name__}: {telling_line(error)}"
+    first = errors_in(error)[0]
+    short = f"{type(first).__name__}: {telling_line(first)}"
     if kind == "stop.clean":
         emit(kind, f"clean end, told by {where}: {short}", where=where)
     elif kind == "stop.echo":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import anyio
 from anyio.abc import TaskGroup
 
-from asupervisor.errors import WrongEventLoop, describe
+from asupervisor.errors import WrongEventLoop, describe, is_only
 from asupervisor.events import EventSink, ServiceStatus
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.waits import set_done
@@ -222,7 +222,7 @@ class ServiceGroup:
             del self, service, async_fn, args, on_stop
 
     def _failed(self, service: Service, error: BaseException) -> None:
-        clean = isinstance(error, self._coordinator.clean_stop_exception_types)
+        clean = is_only(error, self._coordinator.clean_stop_exception_types)
         service.state = "done" if clean else "failed"
         service.last_error = error
         if service.critical and not self.closed:

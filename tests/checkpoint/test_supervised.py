@@ -22,6 +22,7 @@ from asupervisor import (
     CheckpointNotRestored,
     LatestN,
     LogdirInUse,
+    MonitoredTrainingSession,
     RecoveryPolicy,
     Supervisor,
     train_loop,
@@ -187,6 +188,54 @@ async def test_f06_an_error_of_the_body(variables: str, logdir: Path) -> None:
                 await sess.run(job.train)
             raise KeyError("mine")
     assert await Job(logdir).go(0) == 3
+
+
+class FailsInTheEnd(tf1.train.Saver):  # type: ignore[misc]
+    """A saver whose last save fails."""
+
+    error: Exception | None = None
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return super().save(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["monitored", "managed", "train_loop"])
+@pytest.mark.parametrize("kind", [tf.errors.CancelledError, tf.errors.OutOfRangeError])
+async def test_a_last_save_that_fails_is_no_clean_end(logdir: Path, family: str, kind: Any) -> None:
+    """Elsewhere the one error is an echo of the stop, and the other one tells of the end of data."""
+    graph = tf.Graph()
+    with graph.as_default():
+        train = tf1.assign_add(tf1.train.get_or_create_global_step(), 1)
+        saver = FailsInTheEnd()
+
+    async def step(sess: Any) -> None:
+        await sess.run(train)
+        saver.error = kind(None, None, "mine")
+
+    async def train_once() -> None:
+        if family == "monitored":
+            scaffold = tf1.train.Scaffold(saver=saver)
+            async with MonitoredTrainingSession(checkpoint_dir=logdir, graph=graph, scaffold=scaffold) as sess:
+                await step(sess)
+            return
+        sv = Supervisor(graph=graph, logdir=logdir, saver=saver)
+        if family == "managed":
+            async with sv.managed_session() as sess:
+                await step(sess)
+                await sess.run(train)
+                sv.request_stop()
+        else:
+
+            async def one_step(sess: Any) -> None:
+                await step(sess)
+                sv.request_stop()
+
+            await train_loop(sv, one_step)
+
+    with pytest.raises(kind, match="mine"):
+        await train_once()
 
 
 async def test_f06_cancelled(variables: str, logdir: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import tensorflow as tf
 
-from asupervisor import checkpoints
+from asupervisor import Supervisor, checkpoints, train_loop
 from asupervisor.errors import CheckpointNotRestored, RecoveryExhausted, StopGraceExceeded, StopRequested
 from asupervisor.hooks import AsyncSessionRunHook, StopAtStepHook
 from asupervisor.monitored import ChiefSessionCreator, MonitoredSession, MonitoredTrainingSession
@@ -466,6 +468,20 @@ async def test_f17_a_hook_may_ask_for_the_end_at_the_end(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("method", ["end", "finish"])
+async def test_f15_a_last_call_that_fails_is_no_echo_of_the_stop(
+    counter: Make, method: str, asynchronous: bool
+) -> None:
+    """TensorFlow's CancelledError is one elsewhere; a hook which saves and whose peer is lost may raise it."""
+    made = counter()
+    error = tf.errors.CancelledError(None, None, "a peer is lost")
+    with pytest.raises(tf.errors.CancelledError) as raised:
+        async with MonitoredSession(hooks=[failing_in(method, error, asynchronous)], graph=made.graph) as sess:
+            await sess.run(made.train)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
 @pytest.mark.parametrize("method", ["begin", "after_create_session"])
 async def test_f17_a_hook_may_end_the_start(counter: Make, recorder: Make, method: str, asynchronous: bool) -> None:
     made, other = counter(), recorder()
@@ -498,6 +514,47 @@ async def test_f17_a_clean_end_is_told_with_its_op(counter: Make, listening: Mak
     assert '"session.outcome"' in journal
     assert item.op.name in journal
     assert tf.train.latest_checkpoint(str(tmp_path)).endswith("model.ckpt-2")
+
+
+@pytest.mark.parametrize("family", ["monitored", "managed", "train_loop"])
+@pytest.mark.parametrize("group", [asyncio.TaskGroup, anyio.create_task_group])
+async def test_f17_the_end_of_data_in_a_task_group_is_a_clean_end(
+    counter: Make, tmp_path: Path, family: str, group: Callable[[], Any]
+) -> None:
+    """What leaves the group is an exception group then; with anything else in it, it is an error."""
+    made = counter()
+    with made.graph.as_default():
+        item = tf1.data.make_one_shot_iterator(tf.data.Dataset.range(20)).get_next()
+        with tf.control_dependencies([item]):
+            train = tf1.assign_add(made.step, 1)
+
+    async def consume(sess: Any) -> None:
+        while True:
+            await sess.run(train)
+
+    async def body(sess: Any, error: Exception | None = None) -> None:
+        async with group() as tasks:
+            start = tasks.create_task if group is asyncio.TaskGroup else lambda task: tasks.start_soon(lambda: task)
+            for _ in range(2):
+                start(consume(sess))
+            if error is not None:
+                raise error
+
+    async def train_with(body: Callable[[Any], Any]) -> None:
+        if family == "monitored":
+            async with MonitoredTrainingSession(checkpoint_dir=tmp_path, graph=made.graph) as sess:
+                await body(sess)
+        elif family == "managed":
+            async with Supervisor(graph=made.graph, logdir=tmp_path).managed_session() as sess:
+                await body(sess)
+        else:
+            await train_loop(Supervisor(graph=made.graph, logdir=tmp_path), body)
+
+    await train_with(body)
+    assert tf.train.latest_checkpoint(str(tmp_path)).endswith("model.ckpt-20")
+    with pytest.raises(ExceptionGroup) as raised:
+        await train_with(functools.partial(body, error=KeyError("mine")))
+    assert raised.group_contains(KeyError)
 
 
 async def test_f17_out_of_range_of_a_thread_is_no_clean_end(counter: Make, recorder: Make) -> None:
