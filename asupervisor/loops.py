@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from asupervisor import _tf
-from asupervisor.errors import RecoveryExhausted, StopRequested, describe, errors_in
-from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy, recovered_message
+from asupervisor.errors import RecoveryExhausted, StopRequested, describe, errors_in, is_only
+from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy, not_trained_again, recovered_message
 from asupervisor.runtime.looper import check_arguments
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ async def train_loop(
     Where a stop had ended the training before, the new session only saves, after its chief has waited for its workers;
     but if steps are lost that were not saved any more, and nobody trains them again, the error leaves.
 
-    A stop that is requested during the pause, or while the next session starts, ends the loop. Cancelling it cancels
-    what it is at.
+    A stop that is requested during the pause, or while the next session starts, ends the loop; a chief's with the
+    error, since the others wait for it to come back. Cancelling it cancels what it is at.
 
     Source: `tf.compat.v1.train.basic_train_loop`, which recovers from AbortedError only, at once and without a limit.
 
@@ -88,6 +88,7 @@ async def train_loop(
         except StopRequested:
             if attempt.origin != "startup" or not history.total:
                 raise
+            attempt.give_up()
             return
         except Exception as error:
             # An error that was first outranks a cancellation that came while the block was left; but nothing begins
@@ -95,10 +96,6 @@ async def train_loop(
             if attempt.stopped or sv.signalled or attempt.cancelled:
                 raise
             if attempt.owed is not None and error is attempt.owed[1]:
-                error.add_note(
-                    "asupervisor: not recovered from: the training had ended, and its last steps were lost before they "
-                    "were saved. Start it again to train them"
-                )
                 raise
             decision = attempt.decide(policy, history, error)
             if not decision.restart:
@@ -106,6 +103,7 @@ async def train_loop(
             history, reason = decision.history, describe(error)
             attempt.lost_by(error)
         if not await _pause(sv, decision, reason):
+            attempt.give_up()
             return
 
 
@@ -128,6 +126,7 @@ class _Attempt:
         """The step at which the training had ended and was lost before it was saved, and by what."""
         self.run: SupervisedRun | None = None if after is None else after.run
         """The parts of the session, or of the last one that there was."""
+        self._lost_by: Exception | None = None if after is None else after._lost_by  # until there is a session again
         self._sv = sv
         self._first = after is None
         task = asyncio.current_task()
@@ -145,7 +144,7 @@ class _Attempt:
         sv, coord = self._sv, self._sv.coord
         block = sv.managed_session(master)
         sess = await block.enter(clear_stop=self._first)
-        self.origin = "coordinator"
+        self.origin, self._lost_by = "coordinator", None
         asked = coord.stops_asked
         try:
             await self._begin()
@@ -159,7 +158,7 @@ class _Attempt:
             self.origin = "run" if all(map(_tf.raised_by_session, errors_in(error))) else "step_fn"
             if isinstance(error, BaseExceptionGroup):  # older Pythons' task groups leave their own cancellation behind
                 self._cancelling = self._task.cancelling()
-            if coord.error is None and isinstance(error, coord.clean_stop_exception_types):
+            if coord.error is None and is_only(error, coord.clean_stop_exception_types):
                 self.ended, asked = True, coord.stops_asked
             else:
                 self.stopped = self.stopped or (sv.should_stop() and coord.error is None)
@@ -192,7 +191,7 @@ class _Attempt:
         if self.owed is None or not self._sv.is_chief:
             return
         if not await self.run.goes_on():
-            raise self.owed[1]
+            raise not_trained_again(self.owed[1])
         self.run.owed = self.owed
 
     async def _leave(self, block: Block[AsyncSession], error: BaseException | None, asked: int) -> bool:
@@ -205,11 +204,25 @@ class _Attempt:
 
     def lost_by(self, error: Exception) -> None:
         """The session was lost, and is to be replaced."""
+        self._lost_by = error
         if self.ended and self.origin != "startup":
             assert self.run is not None
             if not self.run.settled:
                 step = max(self.run.trained_to, self.run.last_step or 0)
                 self.owed = step if self.owed is None else max(step, self.owed[0]), error
+
+    def give_up(self) -> None:
+        """A stop has come before there was a session again.
+
+        Raises:
+            Exception: What the last one was lost by, if we are the chief: this is no end of the job.
+        """
+        error, self._lost_by = self._lost_by, None
+        try:
+            if error is not None and self._sv.peers is not None and self._sv.is_chief:
+                raise error
+        finally:
+            del error
 
     def decide(self, policy: RecoveryPolicy, history: RecoveryHistory, error: Exception) -> Decision:
         """Whether to begin again after an error that left the session."""

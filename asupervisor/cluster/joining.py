@@ -70,7 +70,7 @@ async def _until_done(task: Task, executor: DeviceExecutor, clock: Clock) -> Non
             try:
                 reading = await executor.side(register.read, label="read the register")
             except tf.errors.OpError:  # the first parameter server is not there, or not any more
-                await hang_up(register, executor)
+                await hang_up(register)
             if reading is not None and reading.states[0].ended:
                 chief_ended_at = min(chief_ended_at, clock.monotonic())
                 at_work = any(state is TaskState.WORKING for state in reading.states)
@@ -83,7 +83,7 @@ async def _until_done(task: Task, executor: DeviceExecutor, clock: Clock) -> Non
                 chief_ended_at = math.inf
             await clock.sleep(POLL_SECS)
     finally:
-        await hang_up(register, executor)
+        await hang_up(register)
 
 
 async def _until_others_are_gone(task: Task, clock: Clock) -> None:

@@ -447,8 +447,8 @@ class Membership:
         return self._register
 
     async def _hang_up(self) -> None:
-        if self._register is not None and self._around is not None:
-            await hang_up(self._register, self._around.executor)
+        if self._register is not None:
+            await hang_up(self._register)
 
     async def _side(self, fn: Callable[..., T], label: str, *args: Any) -> T:
         if self._around is None:

@@ -14,7 +14,6 @@ Everything here blocks, up to `CALL_SECS` where a peer is frozen; on side thread
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import secrets
 import threading
@@ -24,7 +23,8 @@ from typing import Any
 import tensorflow as tf
 
 from asupervisor.cluster.config import Layout, Member
-from asupervisor.runtime.device import DeviceExecutor
+from asupervisor.runtime.threads import SideThreads
+from asupervisor.runtime.wakeup import Ending
 from asupervisor.session.opening import close_quietly
 
 tf1 = tf.compat.v1
@@ -80,45 +80,45 @@ class Register:
         self.last: Reading | None = None
         """What it said last; any thread."""
         self._layout = layout
-        self._target = target
-        self._config = config
         self._lock = threading.Lock()
-        self._session: tf.compat.v1.Session | None = None
-        self._options = tf1.RunOptions(timeout_in_ms=int(CALL_SECS * 1000))
         self._known: dict[int, TaskState] = {}  # survives the loss of the parameter server
+        self._first = _Line(target, config, "/job:ps/task:0")
+        self._all = _Line(target, config, "/job:ps")
         self._build()
 
     def _build(self) -> None:
-        self._graph = tf.Graph()
-        count = len(self._layout.trainers)
-        with self._graph.as_default(), self._graph.container(_CONTAINER), tf1.device("/job:ps/task:0/device:CPU:0"):
-            raw = tf.raw_ops
-            epoch = raw.VarHandleOp(dtype=tf.string, shape=[], container=_CONTAINER, shared_name="epoch")
-            states = raw.VarHandleOp(dtype=tf.int32, shape=[count], container=_CONTAINER, shared_name="states")
-            self._is_there = tf.logical_and(
-                raw.VarIsInitializedOp(resource=epoch), raw.VarIsInitializedOp(resource=states)
-            )
-            self._read = (
-                raw.ReadVariableOp(resource=epoch, dtype=tf.string),
-                raw.ReadVariableOp(resource=states, dtype=tf.int32),
-            )
+        raw, count = tf.raw_ops, len(self._layout.trainers)
+
+        def epoch_of(server: str) -> Any:
+            with tf1.device(f"{server}/device:CPU:0"):
+                return raw.VarHandleOp(dtype=tf.string, shape=[], container=_CONTAINER, shared_name="epoch")
+
+        with self._first.graph.as_default(), self._first.graph.container(_CONTAINER):
+            epoch = epoch_of("/job:ps/task:0")
+            with tf1.device("/job:ps/task:0/device:CPU:0"):
+                states = raw.VarHandleOp(dtype=tf.int32, shape=[count], container=_CONTAINER, shared_name="states")
+                self._is_there = tf.logical_and(
+                    raw.VarIsInitializedOp(resource=epoch), raw.VarIsInitializedOp(resource=states)
+                )
+                self._read = (
+                    raw.ReadVariableOp(resource=epoch, dtype=tf.string),
+                    raw.ReadVariableOp(resource=states, dtype=tf.int32),
+                )
+                self._new_states = tf1.placeholder(tf.int32, [count])
+                self._set_states = raw.AssignVariableOp(resource=states, value=self._new_states)
+                self._index = tf1.placeholder(tf.int32, [])
+                self._state = tf1.placeholder(tf.int32, [])
+                self._set_state = raw.ResourceScatterUpdate(resource=states, indices=self._index, updates=self._state)
+        with self._all.graph.as_default(), self._all.graph.container(_CONTAINER):
             self._new_epoch = tf1.placeholder(tf.string, [])
-            epochs = [epoch]
-            for server in self._layout.servers[1:]:
-                with tf1.device(f"{server.name}/device:CPU:0"):
-                    epochs.append(raw.VarHandleOp(dtype=tf.string, shape=[], container=_CONTAINER, shared_name="epoch"))
             self._set_epoch, self._has_epoch, self._copies = [], [], []
-            for copy in epochs:
-                with self._graph.colocate_with(copy, ignore_existing=True):
+            for copy in [epoch_of(server.name) for server in self._layout.servers]:
+                with self._all.graph.colocate_with(copy, ignore_existing=True):
                     self._set_epoch.append(raw.AssignVariableOp(resource=copy, value=self._new_epoch))
                     self._has_epoch.append(raw.VarIsInitializedOp(resource=copy))
                     self._copies.append(raw.ReadVariableOp(resource=copy, dtype=tf.string))
-            self._new_states = tf1.placeholder(tf.int32, [count])
-            self._set_states = raw.AssignVariableOp(resource=states, value=self._new_states)
-            self._index = tf1.placeholder(tf.int32, [])
-            self._state = tf1.placeholder(tf.int32, [])
-            self._set_state = raw.ResourceScatterUpdate(resource=states, indices=self._index, updates=self._state)
-            self._graph.finalize()
+        for line in (self._first, self._all):
+            line.graph.finalize()
 
     @property
     def workers_at_work(self) -> tuple[Member, ...]:
@@ -139,10 +139,10 @@ class Register:
             tf.errors.OpError: The parameter server cannot be asked now.
         """
         with self._lock:
-            if not self._run(self._is_there):
+            if not self._first.run(self._is_there):
                 reading = Reading("", (TaskState.UNSEEN,) * len(self._layout.trainers))
             else:
-                epoch, states = self._run(self._read)
+                epoch, states = self._first.run(self._read)
                 reading = Reading(epoch.decode(), tuple(TaskState(int(state)) for state in states))
             self._known.update((index, state) for index, state in enumerate(reading.states) if state)
             self.last = reading
@@ -156,7 +156,7 @@ class Register:
         """
         reading = self.read()
         with self._lock:
-            whole = all(self._run(self._has_epoch)) and {*self._run(self._copies)} == {reading.epoch.encode()}
+            whole = all(self._all.run(self._has_epoch)) and {*self._all.run(self._copies)} == {reading.epoch.encode()}
         return reading if whole else replace(reading, epoch="")
 
     def keep_epoch(self, epoch: str) -> None:
@@ -166,7 +166,7 @@ class Register:
             tf.errors.OpError: One of them cannot be told now.
         """
         with self._lock:
-            self._run(self._set_epoch, {self._new_epoch: epoch})
+            self._all.run(self._set_epoch, {self._new_epoch: epoch})
 
     def close_epoch(self) -> None:
         """The model is about to be made anew: until `open_epoch`, nobody shall take it for ready. The chief's to say.
@@ -175,13 +175,13 @@ class Register:
             tf.errors.OpError: The parameter server cannot be told now.
         """
         with self._lock:
-            there = self._run(self._is_there)
-            self._run(self._set_epoch, {self._new_epoch: ""})
+            there = self._first.run(self._is_there)
+            self._all.run(self._set_epoch, {self._new_epoch: ""})
             if not there:
                 # It has begun anew: who was at work, or has ended, is known here only. We ourselves come in.
                 known = [self._known.get(index, TaskState.UNSEEN) for index in range(len(self._layout.trainers))]
                 states = [TaskState.UNSEEN, *known[1:]]
-                self._run(self._set_states, {self._new_states: states})
+                self._first.run(self._set_states, {self._new_states: states})
 
     def open_epoch(self, run: str) -> None:
         """The model is ready. The chief's to say.
@@ -190,7 +190,7 @@ class Register:
             tf.errors.OpError: The parameter server cannot be told now.
         """
         with self._lock:
-            self._run(self._set_epoch, {self._new_epoch: f"{run}/{secrets.token_hex(4)}"})
+            self._all.run(self._set_epoch, {self._new_epoch: f"{run}/{secrets.token_hex(4)}"})
 
     def tell(self, member: Member, state: TaskState) -> None:
         """What a task is at.
@@ -201,26 +201,63 @@ class Register:
         index = self._layout.trainers.index(member)
         with self._lock:
             self._known[index] = state
-            self._run(self._set_state, {self._index: index, self._state: int(state)})
+            self._first.run(self._set_state, {self._index: index, self._state: int(state)})
 
-    # ------------------------------------------------------------------ the session
-
-    def _run(self, fetches: Any, feeds: Any = None) -> Any:
-        if self._session is None:
-            self._session = tf1.Session(self._target, graph=self._graph, config=self._config)
-        return self._session.run(fetches, feeds, options=self._options)
+    # ------------------------------------------------------------------ its sessions
 
     def hang_up(self) -> None:
-        """Close the session, which may take a while where the parameter server is gone; the next question opens one."""
+        """Close its sessions, which may take a while where a server is gone; the next question opens one."""
         with self._lock:
-            session, self._session = self._session, None
-        if session is not None:
-            close_quietly(session)
+            sessions = [line.let_go() for line in (self._first, self._all)]
+        for session in sessions:
+            if session is not None:
+                close_quietly(session)
 
 
-async def hang_up(register: Register, executor: DeviceExecutor) -> None:
-    """Close the register's session, where that is quick; else a thread goes on with it alone."""
-    hanging_up = asyncio.ensure_future(executor.side(register.hang_up, label="close the register"))
-    await asyncio.wait([hanging_up], timeout=0.5)
-    if not hanging_up.cancel():
-        hanging_up.exception()  # seen: it has nothing to say about a session that nobody needs
+class _Line:
+    """A graph, and a session with some of the parameter servers, opened at the first question; one thread at a time.
+
+    The opening of a session waits for all of its servers, whatever it is asked. Whoever asks the first one only must
+    not wait for another.
+
+    Args:
+        target: See `Register`.
+        config: See `Register`.
+        servers: The device filter that stands for the servers.
+    """
+
+    def __init__(self, target: str, config: Any, servers: str) -> None:
+        self.graph = tf.Graph()
+        self._target = target
+        self._config = tf1.ConfigProto()
+        self._config.CopyFrom(config)
+        self._config.device_filters[:] = [servers if each == "/job:ps" else each for each in config.device_filters]
+        self._options = tf1.RunOptions(timeout_in_ms=int(CALL_SECS * 1000))
+        self._session: tf.compat.v1.Session | None = None
+
+    def run(self, fetches: Any, feeds: Any = None) -> Any:
+        """Like `tf.compat.v1.Session.run`."""
+        if self._session is None:
+            self._session = tf1.Session(self._target, graph=self.graph, config=self._config)
+        return self._session.run(fetches, feeds, options=self._options)
+
+    def let_go(self) -> tf.compat.v1.Session | None:
+        """The session, which is ours no more."""
+        session, self._session = self._session, None
+        return session
+
+
+async def hang_up(register: Register) -> None:
+    """Close the register's sessions, where that is quick; else a thread goes on with it alone, and is no straggler."""
+    ending = Ending()
+
+    def work() -> None:
+        try:
+            register.hang_up()
+        finally:
+            ending.signal()
+
+    pool = SideThreads("asupervisor", idle_secs=0.0)
+    pool.submit(work, "close of the register")
+    pool.shutdown()
+    await ending.wait(0.5)

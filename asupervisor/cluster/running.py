@@ -33,6 +33,7 @@ from asupervisor.errors import (
     StopGraceExceeded,
     StopRequested,
     errors_in,
+    is_only,
     telling_line,
 )
 from asupervisor.runtime import signals
@@ -94,7 +95,7 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
     code = exit_code(error)
     # The servers are about to end: who is started again now would wait for them.
     done = Membership.last_told is TaskState.DONE
-    told_to_end = error is None or isinstance(error, asyncio.CancelledError | KeyboardInterrupt | StopRequested)
+    told_to_end = error is None or is_only(error, (asyncio.CancelledError, KeyboardInterrupt, StopRequested))
     overdue = isinstance(error, StopGraceExceeded)
     if received and told_to_end and done:
         code = 0
@@ -117,7 +118,8 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
 
 def _print_lines(error: BaseException) -> None:
     for each in errors_in(error):
-        print(f"{type(each).__name__}: {telling_line(each)}", file=sys.stderr, flush=True)
+        lines = [f"{type(each).__name__}: {telling_line(each)}", *getattr(each, "__notes__", ())]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _end_at_once(code: int) -> None:

@@ -281,6 +281,26 @@ class Incarnation:
         return "" if self.run is None else self.run.past
 
     @property
+    def owed(self) -> tuple[int, Exception] | None:
+        """See `SupervisedRun.owed`."""
+        return None if self.run is None else self.run.owed
+
+    def take_over(self, failed: Incarnation, owed: tuple[int, Exception] | None, reason: BaseException) -> None:
+        """What others wait for, and was lost before it was saved, is to be trained again in this session.
+
+        Args:
+            failed: The session before, which has ended.
+            owed: What it owed itself.
+            reason: What it was lost by.
+        """
+        run, before = self.run, failed.run
+        if run is None or before is None or not self.awaited or self.adopted:
+            return
+        if before.unsaved_runs and isinstance(reason, Exception):
+            owed = max(owed[0] if owed else 0, (run.start_step or 0) + before.unsaved_runs), reason
+        run.owed = owed
+
+    @property
     def last_step(self) -> int | None:
         """The global step as last seen, or None; any thread."""
         return None if self.run is None else self.run.last_step

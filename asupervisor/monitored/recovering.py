@@ -233,20 +233,23 @@ class Incarnations:
     async def _recover(self, recovery: _Recovery, reason: BaseException, origin: Origin, error: BaseException) -> None:
         """The service."""
         failed = recovery.failed
-        begun = self._clock.monotonic()
+        owed, begun = failed.owed, self._clock.monotonic()
         try:
             decision = await self._decide(failed, reason, origin, error, again=failed.loss is not None)
             failed.loss = reason
             await failed.end(lost=True)
             await self._pause(decision, reason, origin)
             current = await self._create(failed.number + 1)
+            current.take_over(failed, owed, reason)
             failed.loss = GIVEN_UP
         except Exception as problem:
             recovery.error = problem
-            if failed.awaited and not isinstance(problem, StopRequested):  # also if nobody who has asked is left
-                self._coord.record(problem, "a service")
+            if failed.awaited:  # also if nobody who has asked is left; and a stop beside it is no clean end
+                self._coord.record(reason if isinstance(problem, StopRequested) else problem, "a service")
         except BaseException:
             recovery.error = StopRequested("the recovery of a session")
+            if failed.awaited:
+                self._coord.record(reason, "a service")
             raise
         else:
             self._emit(
@@ -262,7 +265,7 @@ class Incarnations:
         finally:
             self._recovery = None
             recovery.done.set_result(None)
-            del recovery, failed, reason, error
+            del recovery, failed, reason, error, owed
 
     async def _decide(
         self,

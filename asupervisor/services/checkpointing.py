@@ -286,6 +286,11 @@ class CheckpointService:
             timer.cancel()
         return task.done()
 
+    @property
+    def unsaved_runs(self) -> int:
+        """How many training runs the session has made since the last checkpoint."""
+        return self._session.training_runs - ((self._saved and self._saved.training_runs) or 0)
+
     def _changed(self) -> bool:
         saved = self._saved
         if saved is None or saved.training_runs != self._session.training_runs:

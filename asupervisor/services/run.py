@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from asupervisor.checkpoint.records import CheckpointInfo, Outcome
+from asupervisor.checkpoint.records import CheckpointInfo, Kind, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
 from asupervisor.errors import SessionClosed, StopGraceExceeded, WrongEventLoop, describe
 from asupervisor.events import Level, Status
+from asupervisor.recovery import not_trained_again
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.runtime.service import Service
@@ -77,7 +78,9 @@ class SupervisedRun:
         self.trained_to = 0
         """The step that the model had reached at the end of our training, as far as we know; in a cluster."""
         self.owed: tuple[int, Exception] | None = None
-        """The step that others are to reach again in our place, and what it was lost by."""
+        """The step that somebody is to reach again, and what it was lost by; of no matter once we train ourselves."""
+        self.unsaved_runs = 0
+        """How many of our training runs were not saved, in the end."""
         self._first = first
         self._hurried = hurried
         self._settled_runs: int | None = None  # writing runs at the last words, in a cluster
@@ -327,7 +330,7 @@ class SupervisedRun:
     async def _settle_among(self, peers: Peers) -> None:
         runs = self.session.statistics().writing_runs
         if runs == self._settled_runs:
-            return  # once more, since the session is closed now: the others have been waited for
+            return  # once more, since the session is closed now: this was its end, well or not
         outcome = self._outcome()
         self._leaves_as = self.ending.leaves_as(outcome)
         if self._leaves_as == "lost" and outcome in (Outcome.ERROR, Outcome.STEP_ERROR):
@@ -339,25 +342,37 @@ class SupervisedRun:
                 self._leaves_as = self.ending.leaves_as(outcome)
             saved = await self._save_at_last(outcome)
             await self._check_nothing_is_lost(saved, peers.num_replicas)
-            self.settled, self._settled_runs = True, runs
-        except BaseException as error:  # also if the time for it is over: nobody shall take the job for done
-            self._leaves_as = self.ending.cut_off_as(error)
+            self.settled = True
+        except tf.errors.CancelledError as error:  # no echo of a stop of ours: a lost peer looks so, too
+            loss = tf.errors.AbortedError(None, None, f"in the last save: {error.message}")
+            self._cut_off(loss)
+            raise loss from error
+        except BaseException as error:  # also if the time for it is over
+            self._cut_off(error)
             if isinstance(error, asyncio.CancelledError) and self._leaves_as == "failed":
                 self._coordinator.record(self._no_final_save(), "the final save")
-            elif isinstance(error, tf.errors.CancelledError):  # no echo of a stop of ours: a lost peer looks so, too
-                self._leaves_as = "lost"
-                raise tf.errors.AbortedError(None, None, f"in the last save: {error.message}") from error
             raise
+        finally:
+            self._settled_runs = runs
+
+    def _cut_off(self, error: BaseException) -> None:
+        """Nobody shall take the job for done. What had gone wrong before is told all the same."""
+        if self._leaves_as == "done":
+            self._leaves_as = self.ending.cut_off_as(error)
 
     async def _check_nothing_is_lost(self, saved: CheckpointInfo | None, num_replicas: int) -> None:
         saver = self.services.last_saver
+        if saved is not None and saved.kind is Kind.EMERGENCY and self._leaves_as == "done":
+            raise StopGraceExceeded.of_final_save(self._settings.stop_grace_secs, aside=saved.prefix)
         if saver is not None and saver.skipped and self._leaves_as == "done":
             reached = await self._reached()
             if reached is None or saver.last_step is None or reached > saver.last_step:
                 raise self._no_final_save()
+        if self.owed is None or saver is None or self.session.training_runs:
+            return
         # Each of those who train may have had a step under way when the training ended.
-        if self.owed is not None and saved is not None and (saved.step or 0) < self.owed[0] - num_replicas:
-            raise self.owed[1]
+        if ((saved.step if saved is not None else saver.last_step) or 0) < self.owed[0] - num_replicas:
+            raise not_trained_again(self.owed[1])
 
     def _no_final_save(self) -> StopGraceExceeded:
         return StopGraceExceeded.of_final_save(self._settings.stop_grace_secs)
@@ -382,7 +397,6 @@ class SupervisedRun:
         try:
             await peers.before_last_save(max(0.0, limit_secs), self._is_hurried)
         except tf.errors.AbortedError:  # what is left of the model may be whole
-            self._settled_runs = self.session.statistics().writing_runs
             with contextlib.suppress(Exception):  # told as an event
                 self.settled = saver is not None and await saver.final_save(Outcome.ERROR, grace_secs / 10) is not None
             raise
@@ -427,6 +441,7 @@ class SupervisedRun:
                 done_no_more = self._leaves_as == "done" and self.ending.signalled
                 await self._settings.peers.leave("lost" if done_no_more else self._leaves_as)
         finally:
+            self.unsaved_runs = self.services.unsaved_runs
             if host is not None:
                 self._final = self.status(host)
             # The session refers to us through its `close`: without this, only the garbage collector could free it.

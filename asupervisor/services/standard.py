@@ -125,6 +125,11 @@ class StandardServices:
         return self.checkpoints if saves else None
 
     @property
+    def unsaved_runs(self) -> int:
+        """How many training runs are in no checkpoint; 0 where nobody saves."""
+        return 0 if self.checkpoints is None else self.checkpoints.unsaved_runs
+
+    @property
     def last_step(self) -> int | None:
         """The global step as they have last seen it, or None; any thread."""
         counter, checkpoints = self.step_counter, self.checkpoints

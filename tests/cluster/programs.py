@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -110,23 +111,26 @@ def replica(
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
     Training ends at a step, or once the file `until` is there.
-    A chief that does not train until the end "idles"; or, after its steps, it "joins" its workers, "saves", "kills" the
-    process of the file `victim` before it ends, "fails" beside a task that joins, "exits", "cancels" itself, or
-    "lingers" when all is done. A worker that "loses" kills that process, too, and hears of the loss just after its own
-    training has ended.
+    A chief that does not train until the end "idles"; or, after its steps, it kills the process of the file `victim`;
+    and "joins" its workers, "saves", "fails" beside a task that joins, "exits", "cancels" itself, leaves a step that
+    never ends ("starves"), "dallies" until the file `until` is there, or "lingers" when all is done. A worker that
+    "loses" kills that process, and hears of the loss just after its own training has ended.
     All saves but the first one take `slow_save_secs`, or fail as runs do that a lost peer has cancelled.
     """
 
     def told_to_end() -> bool:
         return until is not None and os.path.exists(until)
 
-    def kill_victim() -> None:
-        assert victim is not None
-        os.kill(int(Path(victim).read_text()), signal.SIGKILL)
+    def starved(task: Any, model: Any) -> Any:
+        with model.graph.as_default(), tf1.device(task.name):
+            started = tf1.py_func(lambda: np.int64(told_to_starve.set() or 1), [], tf.int64)
+            with tf.control_dependencies([started]):
+                return tf1.assign_add(model.step, tf1.FIFOQueue(1, [tf.int64], [[]]).dequeue())
 
-    async def at_its_end(task: Any, owner: Any) -> None:
+    async def at_its_end(task: Any, owner: Any, sess: Any, model: Any) -> None:
+        if victim is not None:
+            os.kill(int(Path(victim).read_text()), signal.SIGKILL)
         if chief == "loses" and not task.is_chief:
-            kill_victim()
             asyncio.get_running_loop().call_soon(owner.request_stop, tf.errors.AbortedError(None, None, "lost"))
             raise tf.errors.OutOfRangeError(None, None, "end of data")
         if not task.is_chief:
@@ -135,8 +139,12 @@ def replica(
             say("joined", how=await task.join())
         elif chief == "saves":
             await owner.save()
-        elif chief == "kills":
-            kill_victim()
+        elif chief == "dallies":
+            while not told_to_end():
+                await asyncio.sleep(0.001)
+        elif chief == "starves":
+            joins.append(asyncio.ensure_future(sess.run(model.starved)))
+            await asyncio.to_thread(told_to_starve.wait)
         elif chief == "fails":
             joins.append(asyncio.ensure_future(joined_in_vain(task)))
             await asyncio.sleep(0)
@@ -146,7 +154,8 @@ def replica(
         elif chief == "cancels":
             raise asyncio.CancelledError
 
-    joins: list[asyncio.Future[None]] = []
+    joins: list[asyncio.Future[Any]] = []
+    told_to_starve = threading.Event()
 
     async def joined_in_vain(task: Any) -> None:
         try:
@@ -174,6 +183,7 @@ def replica(
         if slow_save_secs or cancels_saves:
             with model.graph.as_default():
                 model.saver = SlowSaver(slow_save_secs, cancels_saves)
+        model.starved = starved(task, model) if chief == "starves" else None
         train = {"monitored": train_monitored, "managed": train_managed}.get(family, train_supervised)
         with anyio.move_on_after(limit_secs):
             await train(task, model)
@@ -196,9 +206,9 @@ def replica(
         ) as sess:
             step = int(await sess.run(model.step))
             say("ready", step=step)
-            while chief == "idles" and task.is_chief and not sess.should_stop():
+            while chief == "idles" and task.is_chief and not sess.should_stop() and not told_to_end():
                 await asyncio.sleep(0.001)  # it leaves as soon as it can
-            while step < steps and not told_to_end() and not sess.should_stop():
+            while step < steps and (not told_to_end() or chief == "dallies") and not sess.should_stop():
                 try:
                     step, _ = await sess.run([model.step, model.train], model.feed)
                     say("step", step=int(step))
@@ -206,7 +216,7 @@ def replica(
                     say("unknown", before=unknown.before, now=unknown.now)
                 await asyncio.sleep(pause_secs)
             say("trained", step=int(step))
-            await at_its_end(task, sess)
+            await at_its_end(task, sess, sess, model)
         say("closed")
 
     def supervisor(task: Any, model: Any) -> Supervisor:
@@ -245,10 +255,17 @@ def replica(
             say("step", step=int(step))
             if step >= steps or told_to_end():
                 say("trained", step=int(step))
-                await at_its_end(task, sv)
+                await at_its_end(task, sv, sess, model)
                 sv.request_stop()
             await asyncio.sleep(pause_secs)
 
+        async def stop_when_told() -> None:
+            while not told_to_end():
+                await asyncio.sleep(0.001)
+            sv.request_stop()
+
+        if chief == "idles" and until is not None:
+            joins.append(asyncio.ensure_future(stop_when_told()))
         await train_loop(sv, step_fn)
         say("closed")
 

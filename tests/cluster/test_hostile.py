@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from asupervisor.checkpoint.catalogue import checkpoints
+from asupervisor.checkpoint.records import Kind
 from asupervisor.clock import SystemClock
 from asupervisor.cluster.config import layout
 from asupervisor.cluster.joining import _until_others_are_gone
@@ -599,13 +600,86 @@ def test_training_that_is_lost_with_all_who_train_is_no_clean_end(cluster: Calla
     assert all(server.running for server in servers)
 
 
+@pytest.mark.parametrize("end", ["fails", "cancels"])
+@families
+def test_a_chief_that_fails_tells_so_also_where_a_server_is_lost(
+    cluster: Callable[..., Cluster], family: str, end: str
+) -> None:
+    """The last save fails as well, but that is not what the task ends by: nobody starts it again."""
+    made = cluster(family=family, ps=2, workers=0, partitions=2, save_secs=3600, chief_grace_secs=0.5, outage_secs=2.0)
+    servers = [made.start("ps", 0), made.start("ps", 1)]
+    victim = made.logdir.with_name("victim")
+    victim.write_text(str(servers[1].pid))
+    chief = made.start("chief", steps=20, chief=end, victim=str(victim))
+    assert chief.wait() == 1
+    assert servers[0].wait() == 0
+
+
+@families
+def test_a_chief_that_ends_while_it_recovers_is_expected_back(cluster: Callable[..., Cluster], family: str) -> None:
+    """It has lost the model, and has not waited for its workers: that is no clean end."""
+    made = cluster(family=family, ps=2, partitions=2, chief_grace_secs=0.0)
+    servers = [made.start("ps", 0), made.start("ps", 1)]
+    end, end_of_chief = made.logdir.with_name("end"), made.logdir.with_name("end of chief")
+    worker, chief = made.start("worker", until=str(end)), made.start("chief", chief="idles", until=str(end_of_chief))
+    chief.wait_for("ready")
+    worker.wait_for("step")
+    servers[1].kill()
+    chief.wait_for("session.recovering", since=servers[1].killed_at)
+    end_of_chief.touch()
+    assert chief.wait() == 138
+    servers[1] = made.start("ps", 1)
+    chief = made.start("chief", steps=20)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    end.touch()
+    for task in (worker, chief, *servers):
+        assert task.wait() == 0
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_a_chief_that_has_trained_and_lost_it_and_trains_no_more_is_expected_back(
+    cluster: Callable[..., Cluster], losses: int
+) -> None:
+    """Its session is recovered for others, but they do not train again what was lost with it."""
+    made = cluster(ps=2, workers=0, partitions=2, save_secs=3600, chief="dallies")
+    servers = [made.start("ps", 0), made.start("ps", 1)]
+    end = made.logdir.with_name("end")
+    chief = made.start("chief", steps=20, until=str(end))
+    chief.wait_for("trained")
+    for _ in range(losses):
+        servers[1].kill()
+        servers[1] = made.start("ps", 1)
+        chief.wait_for("session.recovered", since=servers[1].begun_at)
+    end.touch()
+    assert chief.wait() == 138
+    assert "Start it again to train them" in chief.text
+    chief = made.start("chief", steps=20, chief="trains")
+    for task in (chief, *servers):
+        assert task.wait() == 0
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+
+
+@families
+def test_a_model_that_is_saved_beside_an_unfinished_step_only_is_no_clean_end(
+    cluster: Callable[..., Cluster], family: str
+) -> None:
+    """Nobody restores that checkpoint by itself, and the servers would take the model with them."""
+    made = cluster(family=family, workers=0, save_secs=3600, chief_grace_secs=0.5)
+    server, chief = made.start("ps"), made.start("chief", steps=20, chief="starves")
+    assert chief.wait() == 1
+    assert "a training run did not end, and the state beside it" in chief.text
+    assert server.wait() == 0
+    assert checkpoints(made.logdir)[-1].kind is Kind.EMERGENCY
+
+
 def test_training_that_is_lost_in_the_last_save_is_no_clean_end(cluster: Callable[..., Cluster]) -> None:
     """Nobody else is at work, so that nobody would train it again: the chief is expected back."""
     made = cluster(family="supervised", ps=2, workers=0, partitions=2, save_secs=3600)
     servers = [made.start("ps", 0), made.start("ps", 1)]
     victim = made.logdir.with_name("victim")
     victim.write_text(str(servers[1].pid))
-    chief = made.start("chief", steps=20, chief="kills", victim=str(victim))
+    chief = made.start("chief", steps=20, victim=str(victim))
     assert servers[1].wait() == -signal.SIGKILL
     servers[1] = made.start("ps", 1)
     assert chief.wait() == 138
@@ -640,6 +714,22 @@ def test_training_that_is_lost_and_not_made_good_is_no_clean_end(cluster: Callab
     for task in (chief, server):
         assert task.wait() == 0
     assert (checkpoints(made.logdir)[-1].step or 0) >= 60
+
+
+def test_training_that_is_lost_is_no_clean_end_where_there_is_no_time_to_save(
+    cluster: Callable[..., Cluster],
+) -> None:
+    """What is there is saved already, but it is not what was trained; the worker is at work, but does not train."""
+    made = cluster(family="supervised", save_secs=3600, slow_save_secs=2.0, stop_grace_secs=5.0)
+    server, worker = made.start("ps"), made.start("worker", pause_secs=3600)
+    chief = made.start("chief", steps=20)
+    chief.wait_for("cluster.waiting", where=is_waiting_for_workers)
+    server.kill()
+    server = made.start("ps")
+    assert chief.wait() == 138
+    assert "Start it again to train them" in chief.text
+    assert server.running
+    assert worker.running
 
 
 @pytest.mark.full
@@ -710,6 +800,17 @@ def test_the_chief_remembers_who_was_at_work(cluster: Callable[..., Cluster]) ->
     assert register.workers_at_work == (first,)
     register.tell(first, TaskState.DONE)
     assert register.workers_at_work == ()
+    register.hang_up()
+
+
+def test_the_register_is_asked_whatever_has_become_of_the_other_servers(cluster: Callable[..., Cluster]) -> None:
+    """A parameter server must read of the end of the job, though another one has ended, or never comes."""
+    made = cluster(ps=2)
+    parts = layout(made.spec, "ps", 0)
+    config = tf.compat.v1.ConfigProto(device_filters=["/job:ps"], operation_timeout_in_ms=10_000)
+    register = Register(parts, f"grpc://{made.spec['ps'][0]}", config)
+    made.start("ps").wait_for("cluster.serving")
+    assert register.read().states == (TaskState.UNSEEN, TaskState.UNSEEN)
     register.hang_up()
 
 
