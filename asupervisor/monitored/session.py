@@ -58,7 +58,8 @@ class MonitoredSession:
     Recovery: where a run fails with an error that the policy recovers from, or the session's coordinator holds one,
     the session is closed and made anew after a pause, and the call is run again, unless the state that it finds may
     already hold its effect: then `StepOutcomeUnknown` is raised. Each recovery is an event. A requested stop survives
-    it. Where nothing could be restored, the model is not initialised again, and the error leaves.
+    it. Where nothing could be restored, the model is not initialised again, and the error leaves; so does that of a
+    cluster's chief which ends before it has recovered, or without having trained again what was lost unsaved.
 
     Differences from the original: the session begins with the block, not with the constructor; `close` is idempotent;
     a stop that a hook requested survives a recovery; every hook has its last call, whatever another one raised; without
