@@ -148,7 +148,7 @@ class HookChain:
             for hook in self.hooks:
                 end = _Claimed(hook.end)
                 errors.append(await last_call(end))
-                if errors[-1] is None and end.give_up():
+                if end.give_up():
                     left_out.append(type(hook).__name__)
             if left_out:
                 self._emit(
@@ -173,8 +173,9 @@ class HookChain:
                 try:
                     error = await last_call(finish, outcome)
                 finally:
-                    if error is None and finish.give_up():  # it has waited for the device thread: it was not called
+                    if finish.give_up():  # it has waited for the device thread: it was not called
                         waiting.append(hook)
+                        error = None
                 errors.append(error)
                 del error  # its traceback leads here
         finally:

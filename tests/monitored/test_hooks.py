@@ -7,6 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from asupervisor import AsyncSession, Coordinator
-from asupervisor.errors import StopRequested, WrongEventLoop
+from asupervisor.errors import StopGraceExceeded, StopRequested, WrongEventLoop
 from asupervisor.events import log_only
 from asupervisor.hooks import AsyncSessionRunHook
 from asupervisor.hooks.chain import HookChain
@@ -365,6 +366,32 @@ async def test_a_call_that_is_given_up_while_a_thread_takes_it(recorder: Make, g
         assert await chain.end(None, HookOutcome("error"), on_device) == []
         late[0]()
     assert hook.calls == ([] if (first, given_up) == ("the stop", "begin") else ["hook.begin", "hook.finish"])
+
+
+async def test_a_hook_whose_turn_did_not_come_is_finished_later(recorder: Make) -> None:
+    """Another one has had the device thread all the time; nobody says of it that it took long."""
+    calls: list[str] = []
+    told: list[str] = []
+    free = asyncio.Event()
+
+    async def on_device(fn: Callable[..., Any], method: Callable[..., Any], args: Any) -> Any:
+        if method.__name__ == "end" and "slow.end" not in calls:
+            fn(method, args)
+        await free.wait()
+        return fn(method, args)
+
+    chain = HookChain([recorder("slow", calls), recorder("other", calls)], lambda kind, *_, **data: told.append(kind))
+    free.set()
+    await chain.begin(on_device)
+    free.clear()
+    session: Any = SimpleNamespace(raw=None)
+    errors = await chain.end(session, HookOutcome("finished"), on_device, 0.05)
+    assert calls == ["slow.begin", "other.begin", "slow.end"]
+    assert {type(error) for error in errors} == {StopGraceExceeded}
+    assert "hook.no_last_call" in told
+    free.set()
+    assert await chain.end(None, HookOutcome("error"), on_device) == []
+    assert calls[3:] == ["slow.finish", "other.finish"]
 
 
 async def test_the_blocking_view_of_a_coordinator(
