@@ -47,7 +47,10 @@ from asupervisor.services.surroundings import Surroundings
 from asupervisor.summary.base import SummaryWriter
 
 CLEAN_ENDS = (tf.errors.OutOfRangeError, StopRequested)
-"""What leaves the body and means a clean end."""
+"""What leaves the body and means a clean end; an exception group of nothing else does, too."""
+
+ECHOES = (*CLEAN_ENDS, tf.errors.CancelledError)
+"""What a group may hold after a stop: what queues that were closed tell their producers and consumers."""
 
 
 class Lifetime:
@@ -289,7 +292,8 @@ class Lifetime:
         if block is None:
             return False
         self.closed = True
-        clean = is_only(exc, CLEAN_ENDS)
+        echoes = isinstance(exc, BaseExceptionGroup) and self.coord.should_stop()
+        clean = is_only(exc, ECHOES if echoes else CLEAN_ENDS)
         overdue = block.sent_cancel and isinstance(exc, asyncio.CancelledError)  # it is ours, because of a stop
         if exc is None or clean or overdue:
             stopped = self._stop_asked() or is_only(exc, StopRequested)
@@ -335,9 +339,8 @@ class Lifetime:
             self._take_over_error(current)
 
     def _take_over_error(self, current: Incarnation) -> None:
-        error = current.coordinator.error
-        if error is not None and error is not self.coord.error and not self._took_over:
-            self.coord.record(error, "a service", always=True)
+        if not self._took_over and current.coordinator.error is not self.coord.error:
+            current.coordinator.pass_error_on(self.coord, "a service")
         self._took_over = True
 
     def _saves_at_the_end(self, current: Incarnation | None) -> bool:

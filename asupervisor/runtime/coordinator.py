@@ -200,6 +200,13 @@ class Coordinator:
         report = self._reports.primary
         return None if report is None else report.error
 
+    def pass_error_on(self, other: Coordinator, where: str) -> None:
+        """Record the first error, if there is one, with another coordinator, as what it is."""
+        self.drain()
+        report = self._reports.primary
+        if report is not None:
+            other.record(report.error, where, always=report.always)
+
     @property
     def clean_reason(self) -> BaseException | None:
         """The exception that was reported as a clean end, if any."""

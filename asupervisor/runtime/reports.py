@@ -90,7 +90,7 @@ class Reports:
                 if self.clean is None:
                     self.clean = report
                 return "stop.clean"
-            if report.after_stop and is_only(error, self._consequence_types):
+            if report.after_stop and is_only(error, (*self.clean_types, *self._consequence_types)):
                 return "stop.echo"
         if self.primary is None:
             self.primary = report

@@ -557,6 +557,52 @@ async def test_f17_the_end_of_data_in_a_task_group_is_a_clean_end(
     assert raised.group_contains(KeyError)
 
 
+@pytest.mark.parametrize("family", ["monitored", "managed"])
+async def test_f17_a_group_of_echoes_after_a_stop_is_a_clean_end(counter: Make, tmp_path: Path, family: str) -> None:
+    """What a closed queue tells its producer and its consumer."""
+    made = counter()
+
+    async def body(stop: Callable[[], None], sess: Any) -> None:
+        await sess.run(made.train)
+        stop()
+        raise ExceptionGroup(
+            "of tasks",
+            [tf.errors.OutOfRangeError(None, None, "closed"), tf.errors.CancelledError(None, None, "closed")],
+        )
+
+    if family == "monitored":
+        sess = MonitoredTrainingSession(checkpoint_dir=tmp_path, graph=made.graph)
+        async with sess:
+            await body(sess.request_stop, sess)
+    else:
+        sv = Supervisor(graph=made.graph, logdir=tmp_path)
+        async with sv.managed_session() as plain:
+            await body(sv.request_stop, plain)
+    assert tf.train.latest_checkpoint(str(tmp_path)).endswith("model.ckpt-1")
+
+
+@pytest.mark.parametrize("kind", [StopRequested, tf.errors.CancelledError])
+async def test_f17_a_hook_may_report_a_stop(counter: Make, kind: Any) -> None:
+    """To the coordinator that it has got, in the course of training or beside the stop."""
+    made = counter()
+    error = StopRequested("mine") if kind is StopRequested else kind(None, None, "mine")
+
+    class Reports(AsyncSessionRunHook):
+        def after_create_session(self, session: Any, coord: Any) -> None:
+            self.coord = coord
+
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            if kind is not StopRequested:
+                run_context.request_stop()
+
+        def end(self, session: Any) -> None:
+            self.coord.request_stop(error)
+
+    async with MonitoredTrainingSession(hooks=[Reports()], graph=made.graph) as sess:
+        await sess.run(made.train)
+    assert sess.outcome is not None
+
+
 async def test_f17_out_of_range_of_a_thread_is_no_clean_end(counter: Make, recorder: Make) -> None:
     """Item 4: what a worker reports to the coordinator is an error, whatever its class."""
     made, hook = counter(), recorder()
