@@ -64,7 +64,8 @@ async def train_loop(
         kwargs: Keyword arguments.
         master: See `Supervisor.managed_session`.
         recovery: When to begin again; by default `RecoveryPolicy`'s errors (in a cluster, those of
-            `RecoveryPolicy.for_cluster`), whoever raised them, the step included.
+            `RecoveryPolicy.for_cluster`), whoever raised them, the step included. In a cluster the pause after an
+            error of the step's own must be shorter than the task's `chief_grace_secs`.
 
     Raises:
         TypeError: `async_fn` cannot be called with these arguments.

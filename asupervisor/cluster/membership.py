@@ -74,9 +74,11 @@ class Membership:
 
     Attributes:
         last_told: What the others were told of the last session of this process, when it ended; None for nothing.
+        not_told: What they should have been told, but the first parameter server did not answer; None for nothing.
     """
 
     last_told: ClassVar[TaskState | None] = None
+    not_told: ClassVar[TaskState | None] = None
 
     def __init__(self, task: Server) -> None:
         self._task = task
@@ -124,7 +126,7 @@ class Membership:
             PortInUse: Our own server cannot listen.
             StopRequested: A stop came first.
         """
-        self._around, Membership.last_told = around, None
+        self._around, Membership.last_told, Membership.not_told = around, None, None
         patience = around.patience
         limit_secs = min(around.max_wait_secs, self._task.outage_secs) if self._was_ready else around.max_wait_secs
         begun = patience.clock.monotonic()
@@ -426,7 +428,7 @@ class Membership:
     async def _take_leave(self, state: TaskState) -> None:
         """Tell our end; once more where the parameter server was slow. Whoever is gone need not be told."""
         assert self._layout.me is not None
-        with anyio.move_on_after(LEAVE_SECS):
+        with anyio.move_on_after(LEAVE_SECS) as time:
             while True:
                 try:
                     await self._side(self._get_register().tell, "tell the register", self._layout.me, state)
@@ -438,6 +440,8 @@ class Membership:
                         return
                     await self._hang_up()
                     await anyio.sleep(LOOK_EVERY_SECS)
+        if time.cancelled_caught and self._layout.is_chief:
+            Membership.not_told = state
 
     # ------------------------------------------------------------------ threads
 

@@ -97,6 +97,14 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
     done = Membership.last_told is TaskState.DONE
     told_to_end = error is None or is_only(error, (asyncio.CancelledError, KeyboardInterrupt, StopRequested))
     overdue = isinstance(error, StopGraceExceeded)
+    if error is None and not received and Membership.not_told is TaskState.DONE:
+        code = EXIT_LOST
+        print(
+            "The first parameter server did not answer: it does not know that the job is done, and serves on. Start "
+            "this task again to tell it.",
+            file=sys.stderr,
+            flush=True,
+        )
     if received and told_to_end and done:
         code = 0
     elif received and (told_to_end or overdue or code == EXIT_LOST):

@@ -283,7 +283,8 @@ class Incarnation:
     @property
     def owed(self) -> tuple[int, Exception] | None:
         """See `SupervisedRun.owed`."""
-        return None if self.run is None else self.run.owed
+        trained = self._plain is not None and self._plain.training_runs > 0
+        return None if self.run is None or trained else self.run.owed
 
     def take_over(self, failed: Incarnation, owed: tuple[int, Exception] | None, reason: BaseException) -> None:
         """What others wait for, and was lost before it was saved, is to be trained again in this session.

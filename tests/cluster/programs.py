@@ -107,15 +107,18 @@ def replica(
     limit_secs: float = math.inf,
     slow_save_secs: float = 0.0,
     cancels_saves: bool = False,
+    freezes: str | None = None,
 ) -> None:
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
     Training ends at a step, or once the file `until` is there.
     A chief that does not train until the end "idles"; or, after its steps, it kills the process of the file `victim`;
     and "joins" its workers, "saves", "fails" beside a task that joins, "exits", "cancels" itself, leaves a step that
-    never ends ("starves"), "dallies" until the file `until` is there, or "lingers" when all is done. A worker that
-    "loses" kills that process, and hears of the loss just after its own training has ended.
-    All saves but the first one take `slow_save_secs`, or fail as runs do that a lost peer has cancelled.
+    never ends ("starves"), or "lingers" when all is done. One that "dallies" waits for the file `until`, and trains
+    once more, and saves, for one with ".again" behind its name. A worker that "loses" kills that process, and hears of
+    the loss just after its own training has ended.
+    All saves but the first one take `slow_save_secs`, or fail as runs do that a lost peer has cancelled, or freeze the
+    process of the file `freezes` when they are done.
     """
 
     def told_to_end() -> bool:
@@ -141,6 +144,11 @@ def replica(
             await owner.save()
         elif chief == "dallies":
             while not told_to_end():
+                if os.path.exists(f"{until}.again"):
+                    os.remove(f"{until}.again")
+                    await sess.run(model.train, model.feed)
+                    await sess.save()
+                    say("again")
                 await asyncio.sleep(0.001)
         elif chief == "starves":
             joins.append(asyncio.ensure_future(sess.run(model.starved)))
@@ -180,9 +188,9 @@ def replica(
             with model.graph.as_default(), tf1.device(task.name):
                 slow = tf1.py_func(sleep, [], tf.int32)
                 tf1.add_to_collection(tf1.GraphKeys.TABLE_INITIALIZERS, slow.op)
-        if slow_save_secs or cancels_saves:
+        if slow_save_secs or cancels_saves or freezes:
             with model.graph.as_default():
-                model.saver = SlowSaver(slow_save_secs, cancels_saves)
+                model.saver = SlowSaver(slow_save_secs, cancels_saves, freezes)
         model.starved = starved(task, model) if chief == "starves" else None
         train = {"monitored": train_monitored, "managed": train_managed}.get(family, train_supervised)
         with anyio.move_on_after(limit_secs):
@@ -276,22 +284,27 @@ def replica(
 
 
 class SlowSaver(tf1.train.Saver):  # type: ignore[misc]
-    """Stands for a slow disk, or for a peer that is lost in the last save."""
+    """Stands for a slow disk, or for a peer that is lost in the last save, or just after it."""
 
-    def __init__(self, secs: float, cancels: bool) -> None:
+    def __init__(self, secs: float, cancels: bool, freezes: str | None) -> None:
         super().__init__()
         self._secs = secs
         self._cancels = cancels
+        self._freezes = freezes
         self._first = True
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._first:
-            say("saving")
-            time.sleep(self._secs)
-            if self._cancels:
-                raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled.")
-        self._first = False
-        return super().save(*args, **kwargs)
+        if self._first:
+            self._first = False
+            return super().save(*args, **kwargs)
+        say("saving")
+        time.sleep(self._secs)
+        if self._cancels:
+            raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled.")
+        saved = super().save(*args, **kwargs)
+        if self._freezes is not None:
+            os.kill(int(Path(self._freezes).read_text()), signal.SIGSTOP)
+        return saved
 
 
 StopOutcome = StepOutcomeUnknown

@@ -637,6 +637,24 @@ def test_a_chief_that_ends_while_it_recovers_is_expected_back(cluster: Callable[
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
 
 
+@families
+def test_a_chief_that_cannot_tell_the_end_is_expected_back(cluster: Callable[..., Cluster], family: str) -> None:
+    """Everything is saved, but the server, which is frozen just then, would serve for ever."""
+    made = cluster(family=family, workers=0, save_secs=3600)
+    frozen = made.logdir.with_name("frozen")
+    server = made.start("ps")
+    frozen.write_text(str(server.pid))
+    chief = made.start("chief", steps=20, freezes=str(frozen))
+    assert chief.wait() == 138
+    assert "it does not know that the job is done" in chief.text
+    server.thaw()
+    chief = made.start("chief", steps=20)
+    for task in (chief, server):
+        assert task.wait() == 0
+    assert chief.records("cluster.adopted")
+    assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+
+
 @pytest.mark.parametrize("losses", [1, 2])
 def test_a_chief_that_has_trained_and_lost_it_and_trains_no_more_is_expected_back(
     cluster: Callable[..., Cluster], losses: int
@@ -658,6 +676,26 @@ def test_a_chief_that_has_trained_and_lost_it_and_trains_no_more_is_expected_bac
     for task in (chief, *servers):
         assert task.wait() == 0
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+
+
+def test_a_chief_that_has_trained_since_owes_nothing(cluster: Callable[..., Cluster]) -> None:
+    """A second loss, which takes nothing: what the first one took was known when the training went on."""
+    made = cluster(ps=2, workers=0, partitions=2, save_secs=3600, chief="dallies")
+    servers = [made.start("ps", 0), made.start("ps", 1)]
+    end = made.logdir.with_name("end")
+    chief = made.start("chief", steps=20, until=str(end))
+    chief.wait_for("trained")
+    for again in (True, False):
+        servers[1].kill()
+        servers[1] = made.start("ps", 1)
+        chief.wait_for("session.recovered", since=servers[1].begun_at)
+        if again:
+            end.with_name("end.again").touch()
+            chief.wait_for("again")
+    end.touch()
+    for task in (chief, *servers):
+        assert task.wait() == 0
+    assert checkpoints(made.logdir)[-1].step == 1
 
 
 @families
