@@ -48,9 +48,9 @@ class Coordinator:
     Source: `tf.compat.v1.train.Coordinator`.
 
     Args:
-        clean_stop_exception_types: Exceptions that mean a clean end; a report of one, or of an exception
-            group of nothing else, is a stop without an error.
-            None stands for TensorFlow's `OutOfRangeError`, an empty list for nothing at all.
+        clean_stop_exception_types: Exceptions that mean a clean end; a report of one, or of an exception group of
+            nothing else, is a stop without an error. None stands for TensorFlow's `OutOfRangeError`, an empty list for
+            nothing at all.
         consequence_types: Exceptions that are but an echo of the stop itself (a queue that the stop closed).
             They are dropped when they are reported after a stop; before one they are errors like any other.
         emit: Where second and later errors are told.
