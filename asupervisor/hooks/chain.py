@@ -18,7 +18,7 @@ import anyio
 import tensorflow as tf
 
 from asupervisor import _tf
-from asupervisor.errors import StopGraceExceeded, StopRequested, describe
+from asupervisor.errors import StopGraceExceeded, StopRequested, describe, is_only
 from asupervisor.events import EventSink
 from asupervisor.hooks.merging import Merged
 from asupervisor.hooks.protocol import AsyncSessionRunHook, HookOutcome, checked, is_async
@@ -209,14 +209,14 @@ class HookChain:
         try:
             async with limit:
                 await _call(method, (for_whom, *args), on_device)
-        except StopRequested:  # or StopIteration: it asks for the end, and this is the end
-            pass
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
             # A task that the hook has cancelled and awaited: nobody has cancelled us. The same as a plain hook's.
             return self._failed(name, _own_cancellation(name, error))
         except Exception as error:
+            if is_only(error, StopRequested):
+                return None
             if not limit.expired() or not isinstance(error, TimeoutError):
                 return self._failed(name, error)  # not into a list of the caller's: its traceback leads here
         finally:

@@ -322,10 +322,21 @@ class SupervisedRun:
     async def settle(self) -> None:
         """The final save, where there is anything to save that is not saved yet; in a cluster, after the others."""
         if self._settings.peers is None:
-            await self._save_at_last(self._outcome())
-            self.settled = True
+            await self._settle_alone()
         else:
             await self._settle_among(self._settings.peers)
+
+    async def _settle_alone(self) -> None:
+        outcome, saver = self._outcome(), self.services.last_saver
+        try:
+            await self._save_at_last(outcome)
+            if saver is not None and saver.skipped and outcome is Outcome.STOPPED and not self.ending.signalled:
+                raise self._no_final_save()
+            self.settled = True
+        except asyncio.CancelledError:
+            if self._host is None or not self._host.interrupted:  # the time for it is over
+                self._coordinator.record(self._no_final_save(), "the final save")
+            raise
 
     async def _settle_among(self, peers: Peers) -> None:
         runs = self.session.statistics().writing_runs

@@ -24,6 +24,7 @@ from asupervisor import (
     LogdirInUse,
     MonitoredTrainingSession,
     RecoveryPolicy,
+    StopGraceExceeded,
     Supervisor,
     train_loop,
 )
@@ -191,51 +192,71 @@ async def test_f06_an_error_of_the_body(variables: str, logdir: Path) -> None:
 
 
 class FailsInTheEnd(tf1.train.Saver):  # type: ignore[misc]
-    """A saver whose last save fails."""
+    """A saver whose last save fails, or does not end."""
 
     error: Exception | None = None
+    waits_for: threading.Event | None = None
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
         if self.error is not None:
             raise self.error
+        if self.waits_for is not None:
+            self.waits_for.wait(20)
         return super().save(*args, **kwargs)
 
 
-@pytest.mark.parametrize("family", ["monitored", "managed", "train_loop"])
-@pytest.mark.parametrize("kind", [tf.errors.CancelledError, tf.errors.OutOfRangeError])
-async def test_a_last_save_that_fails_is_no_clean_end(logdir: Path, family: str, kind: Any) -> None:
-    """Elsewhere the one error is an echo of the stop, and the other one tells of the end of data."""
-    graph = tf.Graph()
-    with graph.as_default():
-        train = tf1.assign_add(tf1.train.get_or_create_global_step(), 1)
-        saver = FailsInTheEnd()
+@pytest.fixture(params=["monitored", "managed", "train_loop"])
+def trained(request: pytest.FixtureRequest, logdir: Path) -> Callable[..., Any]:
+    """Trains two steps, and calls something before the end."""
 
-    async def step(sess: Any) -> None:
-        await sess.run(train)
-        saver.error = kind(None, None, "mine")
+    async def train(before_end: Callable[[FailsInTheEnd], None], stop_grace_secs: float = 10.0) -> None:
+        graph = tf.Graph()
+        with graph.as_default():
+            op = tf1.assign_add(tf1.train.get_or_create_global_step(), 1)
+            saver = FailsInTheEnd()
 
-    async def train_once() -> None:
-        if family == "monitored":
+        async def two_steps(sess: Any) -> None:
+            await sess.run(op)
+            before_end(saver)
+            await sess.run(op)
+
+        if request.param == "monitored":
             scaffold = tf1.train.Scaffold(saver=saver)
-            async with MonitoredTrainingSession(checkpoint_dir=logdir, graph=graph, scaffold=scaffold) as sess:
-                await step(sess)
+            async with MonitoredTrainingSession(
+                checkpoint_dir=logdir, graph=graph, scaffold=scaffold, stop_grace_period_secs=stop_grace_secs
+            ) as monitored:
+                await two_steps(monitored)
             return
-        sv = Supervisor(graph=graph, logdir=logdir, saver=saver)
-        if family == "managed":
+        sv = Supervisor(graph=graph, logdir=logdir, saver=saver, stop_grace_secs=stop_grace_secs)
+        if request.param == "managed":
             async with sv.managed_session() as sess:
-                await step(sess)
-                await sess.run(train)
-                sv.request_stop()
-        else:
+                await two_steps(sess)
+            return
 
-            async def one_step(sess: Any) -> None:
-                await step(sess)
-                sv.request_stop()
+        async def step(sess: Any) -> None:
+            await two_steps(sess)
+            sv.request_stop()
 
-            await train_loop(sv, one_step)
+        await train_loop(sv, step)
 
+    return train
+
+
+@pytest.mark.parametrize("kind", [tf.errors.CancelledError, tf.errors.OutOfRangeError])
+async def test_a_last_save_that_fails_is_no_clean_end(trained: Callable[..., Any], kind: Any) -> None:
+    """Elsewhere the one error is an echo of the stop, and the other one tells of the end of data."""
     with pytest.raises(kind, match="mine"):
-        await train_once()
+        await trained(lambda saver: setattr(saver, "error", kind(None, None, "mine")))
+
+
+@pytest.mark.allow_leak("threads", "tasks")  # those of the save, until it ends
+async def test_a_last_save_that_does_not_end_is_no_clean_end(trained: Callable[..., Any]) -> None:
+    ends = threading.Event()
+    try:
+        with pytest.raises(StopGraceExceeded, match="there is no final save"):
+            await trained(lambda saver: setattr(saver, "waits_for", ends), 0.3)
+    finally:
+        ends.set()
 
 
 async def test_f06_cancelled(variables: str, logdir: Path) -> None:

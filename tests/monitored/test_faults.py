@@ -451,13 +451,17 @@ async def test_f17_a_hook_or_step_function_may_stop(counter: Make, error: Except
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
-@pytest.mark.parametrize("method", ["end", "finish", "is_done"])
+@pytest.mark.parametrize(
+    ("method", "grouped"), [("end", False), ("finish", False), ("is_done", False), ("end", True), ("finish", True)]
+)
 async def test_f17_a_hook_may_ask_for_the_end_at_the_end(
-    counter: Make, recorder: Make, method: str, asynchronous: bool
+    counter: Make, recorder: Make, method: str, grouped: bool, asynchronous: bool
 ) -> None:
     """What ends a block cleanly is no failure where it ends anyway, nor where a hook is asked whether it should."""
     made, other = counter(), recorder()
-    error = StopAsyncIteration() if asynchronous and method != "is_done" else StopIteration()
+    error: Exception = StopAsyncIteration() if asynchronous and method != "is_done" else StopIteration()
+    if grouped:
+        error = ExceptionGroup("of tasks", [StopRequested("mine")])
     async with MonitoredTrainingSession(
         hooks=[failing_in(method, error, asynchronous), other], graph=made.graph
     ) as sess:
