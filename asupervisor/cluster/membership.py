@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -73,14 +74,16 @@ class Membership:
         task: Our own task: a chief's or a worker's.
 
     Attributes:
-        last_told: What the others were told of the last session of this process, when it ended; None for nothing.
+        latest: The one whose session is the last one of this process, or None.
+        told: What the others were told of the end of its session; None for nothing.
         not_told: What they should have been told, but the first parameter server did not answer; None for nothing.
     """
 
-    last_told: ClassVar[TaskState | None] = None
-    not_told: ClassVar[TaskState | None] = None
+    latest: ClassVar[Membership | None] = None
 
     def __init__(self, task: Server) -> None:
+        self.told: TaskState | None = None
+        self.not_told: TaskState | None = None
         self._task = task
         self._layout = task.layout
         self._around: Around | None = None
@@ -126,7 +129,8 @@ class Membership:
             PortInUse: Our own server cannot listen.
             StopRequested: A stop came first.
         """
-        self._around, Membership.last_told, Membership.not_told = around, None, None
+        Membership.latest = self
+        self._around, self.told, self.not_told = around, None, None
         patience = around.patience
         limit_secs = min(around.max_wait_secs, self._task.outage_secs) if self._was_ready else around.max_wait_secs
         begun = patience.clock.monotonic()
@@ -432,7 +436,7 @@ class Membership:
             while True:
                 try:
                     await self._side(self._get_register().tell, "tell the register", self._layout.me, state)
-                    Membership.last_told = state
+                    self.told = state
                     return
                 except tf.errors.OpError as error:
                     # What is told to a register that has begun anew is told to nobody.
@@ -441,7 +445,24 @@ class Membership:
                     await self._hang_up()
                     await anyio.sleep(LOOK_EVERY_SECS)
         if time.cancelled_caught and self._layout.is_chief:
-            Membership.not_told = state
+            self.not_told = state
+
+    def tell_failure(self) -> None:
+        """Where nothing was told of the end of a chief, tell that it has failed; blocks, for `LEAVE_SECS` at most.
+
+        At the end of the process, which nobody starts again: there is no session any more, and nobody to recover.
+        """
+        me = self._layout.me
+        if me is None or not self._layout.is_chief or self.told is not None:
+            return
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):  # whoever is gone need not be told
+                self._get_register().tell(me, TaskState.FAILED)
+
+        telling = threading.Thread(target=tell, name="asupervisor: tell the register", daemon=True)
+        telling.start()
+        telling.join(LEAVE_SECS)
 
     # ------------------------------------------------------------------ threads
 

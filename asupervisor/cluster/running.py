@@ -93,11 +93,12 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
     except BaseException as caught:
         error = caught
     code = exit_code(error)
+    ours = Membership.latest
     # The servers are about to end: who is started again now would wait for them.
-    done = Membership.last_told is TaskState.DONE
+    done = ours is not None and ours.told is TaskState.DONE
     told_to_end = error is None or is_only(error, (asyncio.CancelledError, KeyboardInterrupt, StopRequested))
     overdue = isinstance(error, StopGraceExceeded)
-    if error is None and not received and Membership.not_told is TaskState.DONE:
+    if error is None and not received and ours is not None and ours.not_told is TaskState.DONE:
         code = EXIT_LOST
         print(
             "The first parameter server did not answer: it does not know that the job is done, and serves on. Start "
@@ -116,6 +117,8 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
             traceback.print_exception(error)
         else:
             _print_lines(error)
+    if ours is not None and 0 < code < 128:
+        ours.tell_failure()
     if not received:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:

@@ -108,6 +108,7 @@ def replica(
     slow_save_secs: float = 0.0,
     cancels_saves: bool = False,
     freezes: str | None = None,
+    gives_up: str | None = None,
 ) -> None:
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
@@ -117,6 +118,7 @@ def replica(
     never ends ("starves"), or "lingers" when all is done. One that "dallies" waits for the file `until`, and trains
     once more, and saves, for one with ".again" behind its name. A worker that "loses" kills that process, and hears of
     the loss just after its own training has ended.
+    A task has no more time once the file `gives_up` is there.
     All saves but the first one take `slow_save_secs`, or fail as runs do that a lost peer has cancelled, or freeze the
     process of the file `freezes` when they are done.
     """
@@ -162,6 +164,13 @@ def replica(
         elif chief == "cancels":
             raise asyncio.CancelledError
 
+    async def end_by(limit: asyncio.Timeout) -> None:
+        while gives_up is not None:
+            await asyncio.sleep(0.001)
+            if os.path.exists(gives_up):
+                limit.reschedule(0.0)
+                return
+
     joins: list[asyncio.Future[Any]] = []
     told_to_starve = threading.Event()
 
@@ -193,8 +202,10 @@ def replica(
                 model.saver = SlowSaver(slow_save_secs, cancels_saves, freezes)
         model.starved = starved(task, model) if chief == "starves" else None
         train = {"monitored": train_monitored, "managed": train_managed}.get(family, train_supervised)
-        with anyio.move_on_after(limit_secs):
-            await train(task, model)
+        async with asyncio.timeout(None) as limit:
+            joins.append(asyncio.ensure_future(end_by(limit)))
+            with anyio.move_on_after(limit_secs):
+                await train(task, model)
         if chief == "lingers":
             await anyio.sleep_forever()
 
@@ -259,6 +270,8 @@ def replica(
             if chief == "idles" and task.is_chief:
                 await sv.wait_for_stop()
                 return
+            if not pause_secs:
+                say("stepping")
             step, _ = await sess.run([model.step, model.train], model.feed)
             say("step", step=int(step))
             if step >= steps or told_to_end():

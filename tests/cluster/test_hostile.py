@@ -319,9 +319,11 @@ async def test_the_first_parameter_server_is_the_last_one_to_go() -> None:
 def test_a_signal_behind_a_frozen_parameter_server_is_no_error_of_the_task(cluster: Callable[..., Cluster]) -> None:
     """An exit code of 1 would mean that it must not be started again."""
     made = cluster(family="supervised", handle_signals=True, stop_grace_secs=1.0)
-    server, worker, chief = made.start("ps"), made.start("worker"), made.start("chief")
+    server, worker, chief = made.start("ps"), made.start("worker", pause_secs=0.0), made.start("chief")
     worker.wait_for("step")
     server.freeze()
+    while worker.records("step", "stepping")[-1]["kind"] == "step":
+        time.sleep(0.01)
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 143
     assert "StopGraceExceeded: " in worker.text
@@ -635,6 +637,27 @@ def test_a_chief_that_ends_while_it_recovers_is_expected_back(cluster: Callable[
     for task in (worker, chief, *servers):
         assert task.wait() == 0
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
+
+
+@pytest.mark.parametrize("end", ["model lost", "out of time"])
+@families
+def test_a_chief_that_ends_without_a_session_tells_so(cluster: Callable[..., Cluster], family: str, end: str) -> None:
+    """Its process ends for good, so that nobody starts it again: the server that is left does not serve for ever."""
+    made = cluster(family=family, ps=2, workers=0, partitions=2, chief="idles", chief_grace_secs=0.5)
+    servers = [made.start("ps", 0), made.start("ps", 1)]
+    end_of_chief = made.logdir.with_name("end of chief")
+    changes = {"logdir": None} if end == "model lost" else {"gives_up": str(end_of_chief)}
+    chief = made.start("chief", **changes)
+    chief.wait_for("ready")
+    servers[1].kill()
+    chief.wait_for("session.recovering", since=servers[1].killed_at)
+    if end == "model lost":
+        servers[1] = made.start("ps", 1)
+    else:
+        end_of_chief.touch()
+    assert chief.wait() == 1
+    assert ("ModelLost" if end == "model lost" else "TimeoutError") in chief.text
+    assert servers[0].wait() == 0
 
 
 @families
