@@ -432,7 +432,7 @@ class Membership:
     async def _take_leave(self, state: TaskState) -> None:
         """Tell our end; once more where the parameter server was slow. Whoever is gone need not be told."""
         assert self._layout.me is not None
-        with anyio.move_on_after(LEAVE_SECS) as time:
+        with anyio.move_on_after(LEAVE_SECS) as limit:
             while True:
                 try:
                     await self._side(self._get_register().tell, "tell the register", self._layout.me, state)
@@ -444,7 +444,7 @@ class Membership:
                         return
                     await self._hang_up()
                     await anyio.sleep(LOOK_EVERY_SECS)
-        if time.cancelled_caught and self._layout.is_chief:
+        if limit.cancelled_caught and self._layout.is_chief:
             self.not_told = state
 
     def tell_failure(self) -> None:

@@ -344,7 +344,7 @@ class Incarnation:
         """See `MonitoredSession.save`."""
         if self.run is None or not self._of.services:
             raise RuntimeError("this session does not save: make it by MonitoredTrainingSession(checkpoint_dir=...)")
-        return await self.run.save()
+        return await self.run.services.save(self.run.session)
 
     # ------------------------------------------------------------------ the end
 

@@ -155,7 +155,8 @@ class SupervisorControls(SupervisorProperties):
             RuntimeError: Not a chief, no logdir, no saver, or no active session.
             OSError: It could not be written.
         """
-        return await self._active("save()").run.save()
+        run = self._active("save()").run
+        return await run.services.save(run.session)
 
     async def summary_computed(self, sess: AsyncSession, summary: Any, global_step: int | None = None) -> None:
         """Write a summary that the caller has computed.

@@ -259,10 +259,6 @@ class SupervisedRun:
         feeders = make_feeders(session, queue_runners, coordinator=self._coordinator, emit=self._emit)
         return [host.spawn(feeder.name, feeder.run) for feeder in feeders]
 
-    async def save(self) -> CheckpointInfo:
-        """See `Supervisor.save`."""
-        return await self.services.save(self.session)
-
     async def summary_computed(self, summary: Any, global_step: int | None) -> None:
         """See `Supervisor.summary_computed`."""
         assert self._writer is not None
@@ -321,10 +317,8 @@ class SupervisedRun:
 
     async def settle(self) -> None:
         """The final save, where there is anything to save that is not saved yet; in a cluster, after the others."""
-        if self._settings.peers is None:
-            await self._settle_alone()
-        else:
-            await self._settle_among(self._settings.peers)
+        peers = self._settings.peers
+        await (self._settle_alone() if peers is None else self._settle_among(peers))
 
     async def _settle_alone(self) -> None:
         outcome, saver = self._outcome(), self.services.last_saver
@@ -374,7 +368,7 @@ class SupervisedRun:
     async def _check_nothing_is_lost(self, saved: CheckpointInfo | None, num_replicas: int) -> None:
         saver = self.services.last_saver
         if saved is not None and saved.kind is Kind.EMERGENCY and self._leaves_as == "done":
-            raise StopGraceExceeded.of_final_save(self._settings.stop_grace_secs, aside=saved.prefix)
+            raise self._no_final_save(aside=saved.prefix)
         if saver is not None and saver.skipped and self._leaves_as == "done":
             reached = await self._reached()
             if reached is None or saver.last_step is None or reached > saver.last_step:
@@ -385,8 +379,8 @@ class SupervisedRun:
         if ((saved.step if saved is not None else saver.last_step) or 0) < self.owed[0] - num_replicas:
             raise not_trained_again(self.owed[1])
 
-    def _no_final_save(self) -> StopGraceExceeded:
-        return StopGraceExceeded.of_final_save(self._settings.stop_grace_secs)
+    def _no_final_save(self, aside: str = "") -> StopGraceExceeded:
+        return StopGraceExceeded.of_final_save(self._settings.stop_grace_secs, aside)
 
     async def _save_at_last(self, outcome: Outcome) -> CheckpointInfo | None:
         saver = self.services.last_saver
