@@ -205,7 +205,7 @@ class FailsInTheEnd(tf1.train.Saver):  # type: ignore[misc]
         return super().save(*args, **kwargs)
 
 
-@pytest.fixture(params=["monitored", "managed", "train_loop"])
+@pytest.fixture(params=["monitored", "managed", pytest.param("train_loop", marks=pytest.mark.full)])
 def trained(request: pytest.FixtureRequest, logdir: Path) -> Callable[..., Any]:
     """Trains two steps, and calls something before the end."""
 

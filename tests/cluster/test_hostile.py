@@ -602,7 +602,7 @@ def test_training_that_is_lost_with_all_who_train_is_no_clean_end(cluster: Calla
     assert all(server.running for server in servers)
 
 
-@pytest.mark.parametrize("end", ["fails", "cancels"])
+@pytest.mark.parametrize("end", ["fails", pytest.param("cancels", marks=pytest.mark.full)])
 @families
 def test_a_chief_that_fails_tells_so_also_where_a_server_is_lost(
     cluster: Callable[..., Cluster], family: str, end: str
@@ -639,7 +639,7 @@ def test_a_chief_that_ends_while_it_recovers_is_expected_back(cluster: Callable[
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
 
 
-@pytest.mark.parametrize("end", ["model lost", "out of time"])
+@pytest.mark.parametrize("end", ["model lost", pytest.param("out of time", marks=pytest.mark.full)])
 @families
 def test_a_chief_that_ends_without_a_session_tells_so(cluster: Callable[..., Cluster], family: str, end: str) -> None:
     """Its process ends for good, so that nobody starts it again: the server that is left does not serve for ever."""
@@ -678,7 +678,7 @@ def test_a_chief_that_cannot_tell_the_end_is_expected_back(cluster: Callable[...
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
 
 
-@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize("losses", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_chief_that_has_trained_and_lost_it_and_trains_no_more_is_expected_back(
     cluster: Callable[..., Cluster], losses: int
 ) -> None:
@@ -701,6 +701,7 @@ def test_a_chief_that_has_trained_and_lost_it_and_trains_no_more_is_expected_bac
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
 
 
+@pytest.mark.full
 def test_a_chief_that_has_trained_since_owes_nothing(cluster: Callable[..., Cluster]) -> None:
     """A second loss, which takes nothing: what the first one took was known when the training went on."""
     made = cluster(ps=2, workers=0, partitions=2, save_secs=3600, chief="dallies")
@@ -721,6 +722,7 @@ def test_a_chief_that_has_trained_since_owes_nothing(cluster: Callable[..., Clus
     assert checkpoints(made.logdir)[-1].step == 1
 
 
+@pytest.mark.full
 @families
 def test_a_model_that_is_saved_beside_an_unfinished_step_only_is_no_clean_end(
     cluster: Callable[..., Cluster], family: str
@@ -777,6 +779,7 @@ def test_training_that_is_lost_and_not_made_good_is_no_clean_end(cluster: Callab
     assert (checkpoints(made.logdir)[-1].step or 0) >= 60
 
 
+@pytest.mark.full
 def test_training_that_is_lost_is_no_clean_end_where_there_is_no_time_to_save(
     cluster: Callable[..., Cluster],
 ) -> None:
