@@ -30,6 +30,7 @@ leave as the same object with the same traceback.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 
@@ -78,6 +79,18 @@ def is_only(error: BaseException | None, kinds: type[BaseException] | tuple[type
     """Whether it is an exception of these kinds, or an exception group of nothing else."""
     members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return isinstance(error, kinds) or (bool(members) and all(is_only(each, kinds) for each in members))
+
+
+def not_trained_again(error: Exception) -> Exception:
+    """What a session was lost by, with a note: the steps that were lost with it have not been trained again."""
+    note = (
+        "asupervisor: not recovered from: the training had ended, and its last steps were lost before they were saved. "
+        "Start it again to train them"
+    )
+    if note not in getattr(error, "__notes__", ()):
+        with contextlib.suppress(Exception):  # an exception that is frozen
+            error.add_note(note)
+    return error
 
 
 class SupervisorError(Exception):

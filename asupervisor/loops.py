@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from asupervisor import _tf
-from asupervisor.errors import RecoveryExhausted, StopRequested, describe, errors_in, is_only
-from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy, not_trained_again, recovered_message
+from asupervisor.errors import RecoveryExhausted, StopRequested, describe, errors_in, is_only, not_trained_again
+from asupervisor.recovery import Decision, Origin, RecoveryHistory, RecoveryPolicy, recovered_message
 from asupervisor.runtime.looper import check_arguments
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ keeps the `RecoveryHistory` that it returns.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -206,18 +205,6 @@ class RecoveryPolicy:
 
 def _grew(before: int | None, now: int | None) -> bool:
     return before is not None and now is not None and now > before
-
-
-def not_trained_again(error: Exception) -> Exception:
-    """What a session was lost by, with a note: the steps that were lost with it have not been trained again."""
-    note = (
-        "asupervisor: not recovered from: the training had ended, and its last steps were lost before they were saved. "
-        "Start it again to train them"
-    )
-    if note not in getattr(error, "__notes__", ()):
-        with contextlib.suppress(Exception):  # an exception that is frozen
-            error.add_note(note)
-    return error
 
 
 def recovered_message(found: str, step: int | None, past: str) -> str:

@@ -24,9 +24,8 @@ import tensorflow as tf
 from asupervisor.checkpoint.records import CheckpointInfo, Kind, Outcome
 from asupervisor.checkpoint.snapshot import export_meta_graph, user_graph_def
 from asupervisor.checkpoint.store import CheckpointStore
-from asupervisor.errors import SessionClosed, StopGraceExceeded, WrongEventLoop, describe
+from asupervisor.errors import SessionClosed, StopGraceExceeded, WrongEventLoop, describe, not_trained_again
 from asupervisor.events import Level, Status
-from asupervisor.recovery import not_trained_again
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.host import KILL_GRACE_SECS, Host
 from asupervisor.runtime.service import Service
