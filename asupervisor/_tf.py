@@ -400,6 +400,15 @@ def raised_by_session(error: BaseException) -> bool:
     return bool(traceback.tb_frame.f_code.co_filename == where)
 
 
+LOST_PEER = "RecvFromRemoteAsync is cancelled"
+"""What a CancelledError says with which TensorFlow tells now and then of a peer that is lost in a run."""
+
+
+def tells_of_a_lost_peer(error: BaseException) -> bool:
+    """Whether nobody has cancelled the run that raised this CancelledError; without its words: somebody has."""
+    return isinstance(error, tf.errors.CancelledError) and LOST_PEER in str(error)
+
+
 def init_fn_of(scaffold: Any) -> Callable[..., Any] | None:
     """The `init_fn` that a `Scaffold` was given; None where there is none, or it does not keep it any more.
 

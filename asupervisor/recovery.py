@@ -13,6 +13,7 @@ from typing import Literal
 
 import tensorflow as tf
 
+from asupervisor import _tf
 from asupervisor.errors import SessionNotReady
 from asupervisor.session.readiness import uninitialised_in
 
@@ -148,11 +149,14 @@ class RecoveryPolicy:
     def recovers(self, error: BaseException, origin: Origin) -> bool:
         """Whether this is an error to recover from, budget aside.
 
-        Of TensorFlow's FailedPreconditionErrors only those are that tell of a variable which is not initialised; of
-        exception groups, those in which every error is.
+        Of TensorFlow's FailedPreconditionErrors only those are that tell of a variable which is not initialised; a
+        CancelledError that tells of a lost peer is one if an AbortedError is; of exception groups, those are in which
+        every error is.
         """
         if isinstance(error, BaseExceptionGroup):
             return all(self.recovers(each, origin) for each in error.exceptions)
+        if _tf.tells_of_a_lost_peer(error):
+            return self.recovers(tf.errors.AbortedError(None, None, str(error)), origin)
         if origin not in self.origins or not isinstance(error, self.errors) or isinstance(error, SessionNotReady):
             return False
         return not isinstance(error, tf.errors.FailedPreconditionError) or bool(uninitialised_in(str(error)))

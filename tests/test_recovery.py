@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from asupervisor import recovery
 from asupervisor.recovery import NO_PAUSE, Backoff, RecoveryHistory, RecoveryPolicy
+from asupervisor.services.peers import is_loss
 
 ABORTED = tf.errors.AbortedError(None, None, "lost")
 OTHER = ValueError("no")
@@ -52,6 +53,16 @@ def test_a_group_is_recovered_from_where_each_of_its_errors_is() -> None:
     group = ExceptionGroup("of tasks", [ABORTED, ExceptionGroup("of others", [ABORTED])])
     assert decide(RecoveryPolicy(), error=group).restart
     assert not decide(RecoveryPolicy(), error=ExceptionGroup("of tasks", [ABORTED, OTHER])).restart
+
+
+def test_a_lost_peer_that_has_cancelled_a_run() -> None:
+    lost = tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled.")
+    assert decide(RecoveryPolicy.for_cluster(), error=lost).restart
+    assert not decide(RecoveryPolicy.never(), error=lost).restart
+    cancelled = tf.errors.CancelledError(None, None, "Enqueue operation was cancelled")
+    assert not decide(RecoveryPolicy.for_cluster(), error=cancelled).restart
+    assert is_loss(lost)
+    assert not is_loss(cancelled)
 
 
 @pytest.mark.parametrize("origin", ["hook", "step_fn"])

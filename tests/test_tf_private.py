@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import sys
 import types
 import warnings
@@ -276,6 +277,21 @@ def test_whether_the_session_raised(call: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_tf, "_session", None)
     assert not _tf.raised_by_session(raised.value)  # then a user's error is believed to be the user's
     del value
+
+
+@pytest.mark.full
+def test_how_a_lost_peer_is_told() -> None:
+    """One in some hundred thousand runs of a cluster whose servers are killed; so it is looked for in the library."""
+    lost = tf.errors.CancelledError(None, None, f"From /job:ps/replica:0/task:0:\n{_tf.LOST_PEER}.")
+    assert _tf.tells_of_a_lost_peer(lost)
+    assert not _tf.tells_of_a_lost_peer(tf.errors.CancelledError(None, None, "Enqueue operation was cancelled"))
+    assert not _tf.tells_of_a_lost_peer(tf.errors.AbortedError(None, None, _tf.LOST_PEER))
+
+    def says_so(library: Path) -> bool:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return text.find(_tf.LOST_PEER.encode()) >= 0
+
+    assert any(map(says_so, Path(tf.__file__).parent.rglob("*.so*")))
 
 
 def test_init_fn_of_a_scaffold(graph: tf.Graph) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import tensorflow as tf
 
+from asupervisor import _tf
 from asupervisor.errors import LogdirInUse, PeersUnreachable, PortInUse, RecoveryExhausted, SessionNotReady, errors_in
 from asupervisor.events import EventSink
 from asupervisor.runtime.coordinator import Coordinator
@@ -29,7 +30,8 @@ def is_loss(error: BaseException) -> bool:
         return False
     if isinstance(error, tf.errors.FailedPreconditionError):
         return bool(uninitialised_in(str(error)))
-    return isinstance(error, tf.errors.AbortedError | tf.errors.UnavailableError | tf.errors.DeadlineExceededError)
+    kinds = (tf.errors.AbortedError, tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
+    return isinstance(error, kinds) or _tf.tells_of_a_lost_peer(error)
 
 
 def is_worth_another_start(error: BaseException) -> bool:
