@@ -347,22 +347,14 @@ class SupervisedRun:
             saved = await self._save_at_last(outcome)
             await self._check_nothing_is_lost(saved, peers.num_replicas)
             self.settled = True
-        except tf.errors.CancelledError as error:  # no echo of a stop of ours: a lost peer looks so, too
-            loss = tf.errors.AbortedError(None, None, f"in the last save: {error.message}")
-            self._cut_off(loss)
-            raise loss from error
         except BaseException as error:  # also if the time for it is over
-            self._cut_off(error)
+            if self._leaves_as == "done":  # what had gone wrong before is told all the same
+                self._leaves_as = self.ending.cut_off_as(error)
             if isinstance(error, asyncio.CancelledError) and self._leaves_as == "failed":
                 self._coordinator.record(self._no_final_save(), "the final save")
             raise
         finally:
             self._settled_runs = runs
-
-    def _cut_off(self, error: BaseException) -> None:
-        """Nobody shall take the job for done. What had gone wrong before is told all the same."""
-        if self._leaves_as == "done":
-            self._leaves_as = self.ending.cut_off_as(error)
 
     async def _check_nothing_is_lost(self, saved: CheckpointInfo | None, num_replicas: int) -> None:
         saver = self.services.last_saver

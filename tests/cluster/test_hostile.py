@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -18,7 +20,7 @@ from asupervisor.clock import SystemClock
 from asupervisor.cluster.config import layout
 from asupervisor.cluster.joining import _until_others_are_gone
 from asupervisor.cluster.membership import Membership
-from asupervisor.cluster.register import Register, TaskState
+from asupervisor.cluster.register import Register, TaskState, hang_up
 from asupervisor.cluster.running import exit_code
 from asupervisor.errors import PeersUnreachable, telling_line
 from asupervisor.events import log_only
@@ -876,6 +878,18 @@ def test_the_register_is_asked_whatever_has_become_of_the_other_servers(cluster:
     made.start("ps").wait_for("cluster.serving")
     assert register.read().states == (TaskState.UNSEEN, TaskState.UNSEEN)
     register.hang_up()
+
+
+async def test_who_is_done_does_not_wait_for_the_close_of_its_session_with_the_register() -> None:
+    """Where its peers are gone, TensorFlow takes its time."""
+    peers_answer = threading.Event()
+    register = mock.create_autospec(Register, instance=True)
+    register.hang_up.side_effect = peers_answer.wait
+    await hang_up(register)
+    register.hang_up.assert_called_once_with()
+    thread = next(each for each in threading.enumerate() if "close of the register" in each.name)
+    peers_answer.set()
+    thread.join(10.0)
 
 
 @families

@@ -1,17 +1,14 @@
-"""How long a save may take before a frozen peer is suspected, and what waits for nobody."""
+"""How long a save may take before a frozen peer is suspected."""
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import tensorflow as tf
 
 from asupervisor._timeouts import LONG_SECS, for_save
-from asupervisor.cluster.register import Register, hang_up
 
 ON_A_SERVER: Any = SimpleNamespace(sess_str="grpc://127.0.0.1:1")
 
@@ -38,15 +35,3 @@ def test_a_save_has_time_by_its_size(specs: list[tuple[Any, Any]], secs: int) ->
 
 def test_alone_there_is_nobody_to_suspect() -> None:
     assert for_save(SimpleNamespace(sess_str=""), placeholders((tf.int64, []))) is None  # type: ignore[arg-type]
-
-
-async def test_who_is_done_does_not_wait_for_the_close_of_its_session_with_the_register() -> None:
-    """Where its peers are gone, TensorFlow takes its time."""
-    peers_answer = threading.Event()
-    register = mock.create_autospec(Register, instance=True)
-    register.hang_up.side_effect = peers_answer.wait
-    await hang_up(register)
-    register.hang_up.assert_called_once_with()
-    thread = next(each for each in threading.enumerate() if "close of the register" in each.name)
-    peers_answer.set()
-    thread.join(10.0)
