@@ -112,19 +112,22 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
         code = 128 + received[0]
         if overdue and error is not None:  # behind a frozen peer, say: that is told, and no reason not to come back
             _print_lines(error)
-    elif error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
-        if code == 1:
-            traceback.print_exception(error)
-        else:
-            _print_lines(error)
+    elif error is not None:
+        _tell(error, code)
     if ours is not None and 0 < code < 128:
         ours.tell_failure()
-    if not received:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
-    _end_at_once(code)
+    _end_at_once(code, join_threads=not received)
     sys.exit(code)
+
+
+def _tell(error: BaseException, code: int) -> None:
+    if isinstance(error, SystemExit):
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr, flush=True)
+    elif code == 1:
+        traceback.print_exception(error)
+    elif not isinstance(error, KeyboardInterrupt):
+        _print_lines(error)
 
 
 def _print_lines(error: BaseException) -> None:
@@ -133,15 +136,18 @@ def _print_lines(error: BaseException) -> None:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
-def _end_at_once(code: int) -> None:
+def _end_at_once(code: int, *, join_threads: bool) -> None:
     """Leave as the interpreter does, but for its tidying up.
 
     That takes a second with TensorFlow, and now and then for ever: its servers cannot be stopped, and go on beside the
     destructors.
     """
+    join_all = getattr(threading, "_shutdown", None)  # it ends idle pools, too, which would wait for ever
     run_exit_functions = getattr(atexit, "_run_exitfuncs", None)
-    if run_exit_functions is None:
+    if join_all is None or run_exit_functions is None:
         return
+    if join_threads:
+        join_all()
     run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

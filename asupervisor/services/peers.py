@@ -36,10 +36,13 @@ def is_loss(error: BaseException) -> bool:
 
 def is_worth_another_start(error: BaseException) -> bool:
     """Whether a task that has ended with an error may do better when it is started again: others were in its way."""
-    if isinstance(error, RecoveryExhausted):
-        return is_worth_another_start(error.last)
     again = (PeersUnreachable, PortInUse, LogdirInUse, SessionNotReady)
-    return all(is_loss(each) or isinstance(each, again) for each in errors_in(error))
+    return all(
+        is_worth_another_start(each.last)
+        if isinstance(each, RecoveryExhausted)
+        else is_loss(each) or isinstance(each, again)
+        for each in errors_in(error)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

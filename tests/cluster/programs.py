@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,7 +232,7 @@ def replica(
                 try:
                     step, _ = await sess.run([model.step, model.train], model.feed)
                     say("step", step=int(step))
-                except StopOutcome as unknown:
+                except StepOutcomeUnknown as unknown:
                     say("unknown", before=unknown.before, now=unknown.now)
                 await asyncio.sleep(pause_secs)
             say("trained", step=int(step))
@@ -320,9 +321,6 @@ class SlowSaver(tf1.train.Saver):  # type: ignore[misc]
         return saved
 
 
-StopOutcome = StepOutcomeUnknown
-
-
 # ------------------------------------------------------------------------------------------ TensorFlow's own
 
 
@@ -336,7 +334,6 @@ def tf_replica(
     variables: str = "resource",
     partitions: int = 0,
     sync: int = 0,
-    filters: bool = False,
     **_: Any,
 ) -> None:
     """The same with `tf.distribute.Server`, and `Supervisor` or `MonitoredTrainingSession` of TensorFlow."""
@@ -351,7 +348,6 @@ def tf_replica(
     me = f"/job:{layout.job}/task:{layout.index}"
     device = tf1.train.replica_device_setter(cluster=spec, worker_device=me)
     model = build(device, replicas=len(layout.trainers), variables=variables, partitions=partitions, sync=sync)
-    config = tf1.ConfigProto(device_filters=["/job:ps", me] if filters else [])
     if family == "monitored":
         hooks = [model.optimizer.make_session_run_hook(layout.is_chief)] if sync else []
         with model.graph.as_default():
@@ -364,7 +360,6 @@ def tf_replica(
                 save_summaries_steps=None,
                 save_summaries_secs=None,
                 log_step_count_steps=None,
-                config=config,
             )
         with session as sess:
             say("ready", step=int(sess.run(model.step)))
@@ -391,7 +386,7 @@ def tf_replica(
                 save_summaries_secs=0,
                 **extra,
             )
-            sess = sv.prepare_or_wait_for_session(server.target, config=config)
+            sess = sv.prepare_or_wait_for_session(server.target)
             if sync and layout.is_chief:
                 sv.start_queue_runners(sess, [runner])
                 sess.run(tokens)
@@ -449,7 +444,12 @@ def ends(*, how: str) -> None:
             raise PeersUnreachable(["/job:ps/task:0"], 3.0)
         if how == "exit":
             sys.exit(7)
+        if how == "words":
+            sys.exit("no data")
+        if how == "pool":  # its thread waits for more work
+            assert pool.submit(int).result() == 0
 
+    pool = ThreadPoolExecutor(1)
     cluster.run(main)
 
 

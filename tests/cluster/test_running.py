@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import signal
 import threading
 from pathlib import Path
@@ -21,6 +22,7 @@ from asupervisor.errors import (
     PortInUse,
     RecoveryExhausted,
 )
+from asupervisor.services.peers import is_worth_another_start
 from tests.cluster.harness import Process
 from tests.forks import Forks
 
@@ -48,6 +50,7 @@ LOST = tf.errors.UnavailableError(None, None, "gone")
         (tf.errors.FailedPreconditionError(None, None, "Iterator is not initialised"), 1),
         (RecoveryExhausted(3, LOST), EXIT_LOST),
         (RecoveryExhausted(3, ValueError("mine")), 1),
+        (ExceptionGroup("of tasks", [RecoveryExhausted(3, LOST)]), EXIT_LOST),
         (SystemExit(7), 7),
         (SystemExit(), 0),
         (SystemExit("words"), 1),
@@ -56,6 +59,8 @@ LOST = tf.errors.UnavailableError(None, None, "gone")
 )
 def test_exit_codes(error: BaseException | None, code: int) -> None:
     assert exit_code(error) == code
+    if error is not None:  # what the others are told says the same
+        assert is_worth_another_start(error) == (code == EXIT_LOST)
 
 
 def test_a_model_that_did_not_become_ready_is_worth_another_start() -> None:
@@ -70,6 +75,8 @@ def test_a_model_that_did_not_become_ready_is_worth_another_start() -> None:
         ("config", 2, "ClusterConfigError: TF_CONFIG is not JSON"),
         ("lost", 138, "PeersUnreachable: no answer from"),
         ("exit", 7, ""),
+        ("words", 1, "no data"),
+        ("pool", 0, ""),
     ],
 )
 def test_a_process_ends_with_its_code(forks: Forks, tmp_path: Path, how: str, code: int, says: str) -> None:
@@ -77,6 +84,11 @@ def test_a_process_ends_with_its_code(forks: Forks, tmp_path: Path, how: str, co
     assert process.wait() == code
     assert says in process.text
     assert ("Traceback" in process.text) == (says == "Traceback")
+
+
+def test_python_still_has_what_a_quick_end_needs() -> None:
+    assert callable(threading._shutdown)  # type: ignore[attr-defined]
+    assert callable(atexit._run_exitfuncs)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
