@@ -23,8 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from asupervisor.cluster.config import Layout, Member
-from asupervisor.runtime.threads import SideThreads
-from asupervisor.runtime.wakeup import Ending
+from asupervisor.runtime.threads import on_a_thread_of_its_own
 from asupervisor.session.opening import close_quietly
 
 tf1 = tf.compat.v1
@@ -77,8 +76,6 @@ class Register:
     """
 
     def __init__(self, layout: Layout, target: str, config: Any) -> None:
-        self.last: Reading | None = None
-        """What it said last; any thread."""
         self._layout = layout
         self._lock = threading.Lock()
         self._known: dict[int, TaskState] = {}  # survives the loss of the parameter server
@@ -145,7 +142,6 @@ class Register:
                 epoch, states = self._first.run(self._read)
                 reading = Reading(epoch.decode(), tuple(TaskState(int(state)) for state in states))
             self._known.update((index, state) for index, state in enumerate(reading.states) if state)
-            self.last = reading
             return reading
 
     def read_all(self) -> Reading:
@@ -249,15 +245,4 @@ class _Line:
 
 async def hang_up(register: Register) -> None:
     """Close the register's sessions, where that is quick; else a thread goes on with it alone, and is no straggler."""
-    ending = Ending()
-
-    def work() -> None:
-        try:
-            register.hang_up()
-        finally:
-            ending.signal()
-
-    pool = SideThreads("asupervisor", idle_secs=0.0)
-    pool.submit(work, "close of the register")
-    pool.shutdown()
-    await ending.wait(0.5)
+    await on_a_thread_of_its_own(register.hang_up, "close of the register", 0.5)

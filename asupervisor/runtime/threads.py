@@ -127,6 +127,19 @@ class SideThreads:
                 self._ending.signal()
 
 
+async def on_a_thread_of_its_own(work: Work, label: str, timeout_secs: float) -> None:
+    """Run `work` and wait for it; once the time is over, or cancelled, it goes on alone and holds nothing up.
+
+    Args:
+        work: Called without arguments. It handles its own exceptions.
+        label: Stands in the name of the thread.
+        timeout_secs: How long to wait, in seconds.
+    """
+    pool = SideThreads("asupervisor", idle_secs=0.0)
+    pool.submit(work, label)
+    await pool.aclose(timeout_secs)
+
+
 class _Worker:
     """One thread. `gate` is a binary semaphore: released once for each piece of work, or to end."""
 
