@@ -141,7 +141,7 @@ def parse(text: str | None, *, source: str = VARIABLE) -> Layout:
             f'{source} does not say which task this is: add "task": {{"type": "worker", "index": 0}}'
         )
     cluster = config.get("cluster")
-    return layout({} if cluster is None else cluster, task["type"], task.get("index", 0), source=source)
+    return layout({} if cluster is None else cluster, task["type"], task.get("index"), source=source)
 
 
 def layout(cluster: Mapping[str, Any], job: Any, index: Any, *, source: str = "the cluster") -> Layout:
@@ -150,7 +150,7 @@ def layout(cluster: Mapping[str, Any], job: Any, index: Any, *, source: str = "t
     Args:
         cluster: The addresses of each job: a list, or a mapping from their numbers where that is complete.
         job: Our job.
-        index: Our number in it.
+        index: Our number in it; None where it has one task only.
         source: What to call the specification in errors.
 
     Raises:
@@ -170,6 +170,10 @@ def layout(cluster: Mapping[str, Any], job: Any, index: Any, *, source: str = "t
     for name in ("chief", "master"):
         if len(jobs.get(name, ())) > 1:
             raise ClusterConfigError(f"{source}: there can be one {name} only: make the others workers")
+    if index is None:
+        if len(jobs.get(job, ())) > 1:
+            raise ClusterConfigError(f'{source} does not say which {job} this is: add "index" to "task", from 0')
+        index = 0
     if isinstance(index, str) and _is_number(index):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:

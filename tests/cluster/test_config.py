@@ -68,6 +68,10 @@ def test_one_replica_without_parameter_servers_is_alone() -> None:
     assert parse(config("chief", 0, {"chief": ["a:1"]})) == Layout()
 
 
+def test_the_only_one_of_its_job_needs_no_index() -> None:
+    assert parse(json.dumps({"cluster": CLUSTER, "task": {"type": "chief"}})) == parse(config("chief"))
+
+
 def test_a_complete_mapping_of_addresses_works() -> None:
     layout = parse(config("worker", 1, {"ps": {"0": "a:1"}, "worker": {"1": "c:1", "0": "b:1"}}))
     assert [member.host for member in layout.trainers] == ["b", "c"]
@@ -91,6 +95,7 @@ def test_addresses_may_be_ip_version_6() -> None:
         (json.dumps({"cluster": CLUSTER, "task": {"index": 0}}), 'add "task"'),
         (config("gpu"), "task type 'gpu' is unknown"),
         (config("worker", 2), "task index 2 is out of range: worker has 2 (0 to 1)"),
+        (json.dumps({"cluster": CLUSTER, "task": {"type": "worker"}}), 'add "index"'),
         (config("worker", -1), "task index -1 must be a number from 0"),
         (config("worker", True), "task index True must be a number from 0"),
         (config("worker", "x"), "task index 'x' must be a number from 0"),
