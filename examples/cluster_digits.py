@@ -27,7 +27,7 @@ command goes on from the last step. On Kubernetes, TFJob's operator sets ``TF_CO
                 image: digits:latest
                 command: [python, examples/cluster_digits.py, --logdir, /models/digits]
                 ports: [{name: tfjob-port, containerPort: 2222}]
-                volumeMounts: [{name: models, mountPath: /models}]   # read by the chief only
+                volumeMounts: [{name: models, mountPath: /models}]   # the chief's alone
               volumes: [{name: models, persistentVolumeClaim: {claimName: models}}]
         Chief: {<<: *task}
         Worker: {<<: *task, replicas: 2}

@@ -64,11 +64,6 @@ class Guard:
         self._groups: set[int] = set()
         self._process = self._start()
 
-    @property
-    def pid(self) -> int:
-        """The process id of the guard itself."""
-        return self._process.pid
-
     def watch(self, group: int) -> None:
         """Kill this process group when this process is gone."""
         self._groups.add(group)

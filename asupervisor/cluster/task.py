@@ -266,7 +266,8 @@ class Task:
         Cancelling it ends the wait; the server itself lives as long as the process.
 
         Returns:
-            ``"done"``; or ``"signal"`` where a signal has ended the wait of a parameter server.
+            ``"done"``; or ``"signal"`` where a signal has ended the wait of a parameter server and `cluster.run` ends
+            the process. Elsewhere the signal is sent again, for whoever handled it before.
 
         Raises:
             PortInUse: Somebody else listens at our address.

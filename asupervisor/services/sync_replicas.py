@@ -90,11 +90,8 @@ class SyncReplicas:
 
         Args:
             session: The session.
-            coordinator: Whose stop ends it, and who gets its error.
+            coordinator: Whose stop ends it, and who gets the aggregation's error.
             over: Asked at the stop: whether the job is over, so that waiting replicas shall end.
-
-        Raises:
-            Exception: The aggregation's own error.
         """
         if self._runner is None:
             return
