@@ -74,16 +74,18 @@ class Membership:
         task: Our own task: a chief's or a worker's.
 
     Attributes:
-        latest: The one whose session is the last one of this process, or None.
+        latest: The one whose session is the last one of this process, or would have been; None alone.
         told: What the others were told of the end of its session; None for nothing.
-        not_told: What they should have been told, but the first parameter server did not answer; None for nothing.
+        unfinished: How a chief's last session has ended where the others do not know that it is done, the model is lost
+            or something is not saved; None otherwise.
     """
 
     latest: ClassVar[Membership | None] = None
 
     def __init__(self, task: Server) -> None:
+        Membership.latest = self
         self.told: TaskState | None = None
-        self.not_told: TaskState | None = None
+        self.unfinished: Literal["done", "failed", "lost"] | None = None
         self._task = task
         self._layout = task.layout
         self._around: Around | None = None
@@ -130,7 +132,7 @@ class Membership:
             StopRequested: A stop came first.
         """
         Membership.latest = self
-        self._around, self.told, self.not_told = around, None, None
+        self._around, self.told, self.unfinished = around, None, None
         patience = around.patience
         limit_secs = min(around.max_wait_secs, self._task.outage_secs) if self._was_ready else around.max_wait_secs
         begun = patience.clock.monotonic()
@@ -416,7 +418,7 @@ class Membership:
             await clock.sleep(LOOK_EVERY_SECS)
         return False
 
-    async def leave(self, how: Literal["done", "failed", "lost"]) -> None:
+    async def leave(self, how: Literal["done", "failed", "lost"], *, saved: bool) -> None:
         """See `Peers.leave`."""
         state = {"done": TaskState.DONE, "failed": TaskState.FAILED}.get(how)
         self.is_in = False
@@ -428,11 +430,13 @@ class Membership:
         finally:
             await self._hang_up()
             self._around = None
+            if self._layout.is_chief and self.told is not TaskState.DONE and not (how == "failed" and saved):
+                self.unfinished = how
 
     async def _take_leave(self, state: TaskState) -> None:
-        """Tell our end; once more where the parameter server was slow. Whoever is gone need not be told."""
+        """Tell our end; once more where the parameter server was slow."""
         assert self._layout.me is not None
-        with anyio.move_on_after(LEAVE_SECS) as limit:
+        with anyio.move_on_after(LEAVE_SECS):
             while True:
                 try:
                     await self._side(self._get_register().tell, "tell the register", self._layout.me, state)
@@ -444,8 +448,6 @@ class Membership:
                         return
                     await self._hang_up()
                     await anyio.sleep(LOOK_EVERY_SECS)
-        if limit.cancelled_caught and self._layout.is_chief:
-            self.not_told = state
 
     def tell_failure(self) -> None:
         """Where nothing was told of the end of a chief, tell that it has failed; blocks, for `LEAVE_SECS` at most.
@@ -458,7 +460,8 @@ class Membership:
 
         def tell() -> None:
             with contextlib.suppress(Exception):  # whoever is gone need not be told
-                self._get_register().tell(me, TaskState.FAILED)
+                self._task.start_server()
+                self._get_register().tell(me, TaskState.FAILED, begin=True)
 
         telling = threading.Thread(target=tell, name="asupervisor: tell the register", daemon=True)
         telling.start()

@@ -44,6 +44,20 @@ EXIT_LOST: Final = 138
 
 EXIT_CONFIG: Final = 2
 
+#: What becomes of a chief that has no error to end with, but whose last session is unfinished.
+_UNFINISHED: Final = {
+    "done": (
+        EXIT_LOST,
+        "The first parameter server did not answer: it does not know that the job is done, and serves on. Start this "
+        "task again to tell it.",
+    ),
+    "lost": (
+        EXIT_LOST,
+        "The model was lost before all of the last session was saved. Start this task again to train the rest.",
+    ),
+    "failed": (1, "The end of the last session is not saved, as its log tells: the job has failed."),
+}
+
 
 def exit_code(error: BaseException | None) -> int:
     """The exit code for what ended a task; None for a clean end. For a group it is that of all its errors, or 1."""
@@ -98,14 +112,9 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
     done = ours is not None and ours.told is TaskState.DONE
     told_to_end = error is None or is_only(error, (asyncio.CancelledError, KeyboardInterrupt, StopRequested))
     overdue = isinstance(error, StopGraceExceeded)
-    if error is None and not received and ours is not None and ours.not_told is TaskState.DONE:
-        code = EXIT_LOST
-        print(
-            "The first parameter server did not answer: it does not know that the job is done, and serves on. Start "
-            "this task again to tell it.",
-            file=sys.stderr,
-            flush=True,
-        )
+    if code == 0 and not received and ours is not None and ours.unfinished is not None:
+        code, line = _UNFINISHED[ours.unfinished]
+        print(line, file=sys.stderr, flush=True)
     if received and told_to_end and done:
         code = 0
     elif received and (told_to_end or overdue or code == EXIT_LOST):

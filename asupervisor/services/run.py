@@ -348,8 +348,8 @@ class SupervisedRun:
             await self._check_nothing_is_lost(saved, peers.num_replicas)
             self.settled = True
         except BaseException as error:  # also if the time for it is over
-            if self._leaves_as == "done":  # what had gone wrong before is told all the same
-                self._leaves_as = self.ending.cut_off_as(error)
+            if self._leaves_as == "done" or (outcome is Outcome.CANCELLED and self._leaves_as == "failed"):
+                self._leaves_as = self.ending.cut_off_as(error)  # an error of before is told all the same
             if isinstance(error, asyncio.CancelledError) and self._leaves_as == "failed":
                 self._coordinator.record(self._no_final_save(), "the final save")
             raise
@@ -435,7 +435,7 @@ class SupervisedRun:
             if self._settings.peers is not None:
                 # A signal may have come during the last save: then we are expected back.
                 done_no_more = self._leaves_as == "done" and self.ending.signalled
-                await self._settings.peers.leave("lost" if done_no_more else self._leaves_as)
+                await self._settings.peers.leave("lost" if done_no_more else self._leaves_as, saved=self.settled)
         finally:
             self.unsaved_runs = self.services.unsaved_runs
             if host is not None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from asupervisor import (
     RecoveryPolicy,
     StopGraceExceeded,
     Supervisor,
+    checkpoints,
     train_loop,
 )
 from asupervisor.checkpoint import lock
@@ -209,7 +211,11 @@ class FailsInTheEnd(tf1.train.Saver):  # type: ignore[misc]
 def trained(request: pytest.FixtureRequest, logdir: Path) -> Callable[..., Any]:
     """Trains two steps, and calls something before the end."""
 
-    async def train(before_end: Callable[[FailsInTheEnd], None], stop_grace_secs: float = 10.0) -> None:
+    async def train(
+        before_end: Callable[[FailsInTheEnd], None],
+        stop_grace_secs: float = 10.0,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
         graph = tf.Graph()
         with graph.as_default():
             op = tf1.assign_add(tf1.train.get_or_create_global_step(), 1)
@@ -219,6 +225,7 @@ def trained(request: pytest.FixtureRequest, logdir: Path) -> Callable[..., Any]:
             await sess.run(op)
             before_end(saver)
             await sess.run(op)
+            end()
 
         if request.param == "monitored":
             scaffold = tf1.train.Scaffold(saver=saver)
@@ -247,6 +254,17 @@ async def test_a_last_save_that_fails_is_no_clean_end(trained: Callable[..., Any
     """Elsewhere the one error is an echo of the stop, and the other one tells of the end of data."""
     with pytest.raises(kind, match="mine"):
         await trained(lambda saver: setattr(saver, "error", kind(None, None, "mine")))
+
+
+async def test_sys_exit_tells_of_a_clean_end_and_hides_no_last_save_that_fails(trained: Callable[..., Any]) -> None:
+    with pytest.raises(OSError, match="mine"):
+        await trained(lambda saver: setattr(saver, "error", OSError("mine")), end=sys.exit)
+
+
+async def test_sys_exit_after_a_clean_end_leaves_as_it_is(trained: Callable[..., Any], logdir: Path) -> None:
+    with pytest.raises(SystemExit):
+        await trained(lambda saver: None, end=sys.exit)
+    assert checkpoints(logdir)[-1].step == 2
 
 
 @pytest.mark.allow_leak("threads", "tasks")  # those of the save, until it ends

@@ -7,6 +7,8 @@ writes as lines of JSON, each with its time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
 import logging
 import math
@@ -107,9 +109,11 @@ def replica(
     victim: str | None = None,
     limit_secs: float = math.inf,
     slow_save_secs: float = 0.0,
-    cancels_saves: bool = False,
-    freezes: str | None = None,
+    fails_saves: str = "",
+    after_saves: int = signal.SIGSTOP,
+    server: str | None = None,
     gives_up: str | None = None,
+    relents: bool = False,
 ) -> None:
     """A task of ours: a parameter server, or one that trains by the one family or the other.
 
@@ -119,9 +123,10 @@ def replica(
     never ends ("starves"), or "lingers" when all is done. One that "dallies" waits for the file `until`, and trains
     once more, and saves, for one with ".again" behind its name. A worker that "loses" kills that process, and hears of
     the loss just after its own training has ended.
-    A task has no more time once the file `gives_up` is there.
-    All saves but the first one take `slow_save_secs`, or fail as runs do that a lost peer has cancelled, or freeze the
-    process of the file `freezes` when they are done.
+    A task has no more time once the file `gives_up` is there, and thinks nothing of it where it `relents`.
+    All saves but the first one take `slow_save_secs`, or fail for the "disk" or as runs do that a lost "peer" has
+    cancelled; when they are done, the process of the file `server` gets the signal `after_saves`.
+    A chief that "fails at once" has no session.
     """
 
     def told_to_end() -> bool:
@@ -198,15 +203,18 @@ def replica(
             with model.graph.as_default(), tf1.device(task.name):
                 slow = tf1.py_func(sleep, [], tf.int32)
                 tf1.add_to_collection(tf1.GraphKeys.TABLE_INITIALIZERS, slow.op)
-        if slow_save_secs or cancels_saves or freezes:
+        if slow_save_secs or fails_saves or server:
             with model.graph.as_default():
-                model.saver = SlowSaver(slow_save_secs, cancels_saves, freezes)
+                model.saver = SlowSaver(slow_save_secs, fails_saves, server, after_saves)
+        if chief == "fails at once" and task.is_chief:
+            raise FileNotFoundError("no data")
         model.starved = starved(task, model) if chief == "starves" else None
         train = {"monitored": train_monitored, "managed": train_managed}.get(family, train_supervised)
-        async with asyncio.timeout(None) as limit:
-            joins.append(asyncio.ensure_future(end_by(limit)))
-            with anyio.move_on_after(limit_secs):
-                await train(task, model)
+        with contextlib.suppress(*[TimeoutError] if relents else []):
+            async with asyncio.timeout(None) as limit:
+                joins.append(asyncio.ensure_future(end_by(limit)))
+                with anyio.move_on_after(limit_secs):
+                    await train(task, model)
         if chief == "lingers":
             await anyio.sleep_forever()
 
@@ -300,11 +308,12 @@ def replica(
 class SlowSaver(tf1.train.Saver):  # type: ignore[misc]
     """Stands for a slow disk, or for a peer that is lost in the last save, or just after it."""
 
-    def __init__(self, secs: float, cancels: bool, freezes: str | None) -> None:
+    def __init__(self, secs: float, fails: str, server: str | None, after: int) -> None:
         super().__init__()
         self._secs = secs
-        self._cancels = cancels
-        self._freezes = freezes
+        self._fails = fails
+        self._server = server
+        self._after = after
         self._first = True
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
@@ -313,11 +322,13 @@ class SlowSaver(tf1.train.Saver):  # type: ignore[misc]
             return super().save(*args, **kwargs)
         say("saving")
         time.sleep(self._secs)
-        if self._cancels:
+        if self._fails == "peer":
             raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled.")
+        if self._fails:
+            raise OSError(errno.ENOSPC, "no space left")
         saved = super().save(*args, **kwargs)
-        if self._freezes is not None:
-            os.kill(int(Path(self._freezes).read_text()), signal.SIGSTOP)
+        if self._server is not None:
+            os.kill(int(Path(self._server).read_text()), self._after)
         return saved
 
 

@@ -105,6 +105,46 @@ def test_a_chief_that_leaves_by_itself_is_not_expected_back(
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
 
 
+@pytest.mark.parametrize(
+    ("family", "end"),
+    [
+        ("monitored", "exits"),
+        ("supervised", "idles"),
+        pytest.param("supervised", "exits", marks=pytest.mark.full),
+        pytest.param("monitored", "idles", marks=pytest.mark.full),
+    ],
+)
+def test_a_chief_whose_last_save_fails_has_not_done_its_part(
+    cluster: Callable[..., Cluster], family: str, end: str
+) -> None:
+    """Whatever it says itself: it calls sys.exit(0), or its own time limit has ended the session."""
+    made = cluster(family=family, save_secs=3600, chief_grace_secs=0.5, fails_saves="disk", chief=end, relents=True)
+    server, worker = made.start("ps"), made.start("worker", steps=20)
+    over = made.logdir.with_name("over")
+    chief = made.start("chief", steps=20, gives_up=str(over))
+    assert worker.wait() == 0
+    over.touch()
+    assert chief.wait() == 1
+    assert ("OSError" if end == "exits" else "is not saved") in chief.text
+    assert server.wait() == 0
+
+
+@pytest.mark.parametrize("end", ["fails at once", pytest.param("has no more time", marks=pytest.mark.full)])
+def test_a_chief_that_fails_without_a_session_is_not_expected_back(cluster: Callable[..., Cluster], end: str) -> None:
+    """Nor where nobody has ever written into the register: the second server has not come yet."""
+    made = cluster(ps=2, workers=0, chief_grace_secs=0.5, chief=end)
+    server = made.start("ps")
+    server.wait_for("cluster.serving")
+    given_up = made.logdir.with_name("given up")
+    chief = made.start("chief", gives_up=str(given_up))
+    if end == "has no more time":
+        chief.wait_for("cluster.waiting")
+        given_up.touch()
+    assert chief.wait() == 1
+    assert ("FileNotFoundError" if end == "fails at once" else "TimeoutError") in chief.text
+    assert server.wait() == 0
+
+
 @families
 def test_a_chief_whose_time_is_over_while_it_waits_is_not_expected_back(
     cluster: Callable[..., Cluster], family: str
@@ -268,11 +308,11 @@ def test_a_last_save_that_a_lost_peer_has_cancelled_is_no_end_of_the_job(
     cluster: Callable[..., Cluster], family: str
 ) -> None:
     """TensorFlow's CancelledError is no echo of a stop there; the chief is expected back."""
-    made = cluster(family=family, workers=0, save_secs=3600, cancels_saves=True)
+    made = cluster(family=family, workers=0, save_secs=3600, fails_saves="peer")
     server, chief = made.start("ps"), made.start("chief", steps=20)
     assert chief.wait() == 138
     assert server.running
-    chief = made.start("chief", steps=20, cancels_saves=False)
+    chief = made.start("chief", steps=20, fails_saves="")
     for task in (chief, server):
         assert task.wait() == 0
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
@@ -662,21 +702,35 @@ def test_a_chief_that_ends_without_a_session_tells_so(cluster: Callable[..., Clu
     assert servers[0].wait() == 0
 
 
-@families
-def test_a_chief_that_cannot_tell_the_end_is_expected_back(cluster: Callable[..., Cluster], family: str) -> None:
-    """Everything is saved, but the server, which is frozen just then, would serve for ever."""
-    made = cluster(family=family, workers=0, save_secs=3600)
-    frozen = made.logdir.with_name("frozen")
-    server = made.start("ps")
-    frozen.write_text(str(server.pid))
-    chief = made.start("chief", steps=20, freezes=str(frozen))
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [
+        ("monitored", signal.SIGSTOP),
+        ("supervised", signal.SIGKILL),
+        pytest.param("supervised", signal.SIGSTOP, marks=pytest.mark.full),
+        pytest.param("monitored", signal.SIGKILL, marks=pytest.mark.full),
+    ],
+)
+def test_a_chief_that_cannot_tell_the_end_is_expected_back(
+    cluster: Callable[..., Cluster], family: str, number: int
+) -> None:
+    """Everything is saved, but the servers would serve for ever: the first one is frozen or killed just then."""
+    made = cluster(family=family, ps=2, partitions=2, workers=0, save_secs=3600)
+    pid = made.logdir.with_name("pid")
+    servers = [made.start("ps", 0), made.start("ps", 1)]
+    pid.write_text(str(servers[0].pid))
+    chief = made.start("chief", steps=20, server=str(pid), after_saves=number)
     assert chief.wait() == 138
     assert "it does not know that the job is done" in chief.text
-    server.thaw()
+    if number == signal.SIGKILL:
+        assert servers[0].wait() == -number
+        servers[0] = made.start("ps", 0)
+    else:
+        servers[0].thaw()
     chief = made.start("chief", steps=20)
-    for task in (chief, server):
+    for task in (chief, *servers):
         assert task.wait() == 0
-    assert chief.records("cluster.adopted")
+    assert bool(chief.records("cluster.adopted")) == (number == signal.SIGSTOP)
     assert (checkpoints(made.logdir)[-1].step or 0) >= 20
 
 
