@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asupervisor.cluster.ports import PortReservation
+from tests.cluster.network import Network
 from tests.forks import Forks
 
 PROGRAMS = Path(__file__).with_name("programs.py")
@@ -152,15 +153,30 @@ class Cluster:
     def logdir(self) -> Path:
         return Path(self._arguments["logdir"])
 
-    def start(self, job: str, index: int = 0, **arguments: Any) -> Process:
-        """Start a task."""
-        config = json.dumps({"cluster": self.spec, "task": {"type": job, "index": index}})
+    def start(self, job: str, index: int = 0, *, through: Network | None = None, **arguments: Any) -> Process:
+        """Start a task, which reaches the others through a network of the test's own, where there is one."""
+        spec = self.spec if through is None else self._seen_by(job, index, through)
+        config = json.dumps({"cluster": spec, "task": {"type": job, "index": index}})
         return self._start(f"{job}-{index}", self._program, {"TF_CONFIG": config}, {**self._arguments, **arguments})
 
-    def start_all(self) -> dict[str, Process]:
+    @property
+    def ports(self) -> list[int]:
+        """Where the tasks listen."""
+        return [int(address.rpartition(":")[2]) for addresses in self.spec.values() for address in addresses]
+
+    def _seen_by(self, job: str, index: int, network: Network) -> dict[str, list[str]]:
+        return {
+            other: [
+                address if (other, number) == (job, index) else network.relayed_address(address)
+                for number, address in enumerate(addresses)
+            ]
+            for other, addresses in self.spec.items()
+        }
+
+    def start_all(self, *, through: Network | None = None) -> dict[str, Process]:
         """Start every task; by ``job-index``."""
         return {
-            f"{job}-{index}": self.start(job, index)
+            f"{job}-{index}": self.start(job, index, through=through)
             for job, addresses in self.spec.items()
             for index in range(len(addresses))
         }

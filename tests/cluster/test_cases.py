@@ -6,8 +6,6 @@ What is proven here is what happens; how fast it is, beside TensorFlow's own cla
 
 from __future__ import annotations
 
-import itertools
-import random
 import re
 import signal
 import time
@@ -18,7 +16,9 @@ import pytest
 import tensorflow as tf
 
 from asupervisor.checkpoint.catalogue import checkpoints
+from tests.cluster.bad_day import BadDay
 from tests.cluster.harness import Cluster, Process
+from tests.cluster.network import Network
 
 families = pytest.mark.parametrize("family", ["monitored", "supervised"])
 full = pytest.mark.full
@@ -35,6 +35,13 @@ def wait_until_trains(process: Process, since: float = 0.0, timeout_secs: float 
 def inside(prefix: str) -> int:
     """The global step in a checkpoint."""
     return int(tf.train.load_checkpoint(prefix).get_tensor("global_step"))
+
+
+def check_never_back(observer: Process, since: float) -> None:
+    """The step, seen from outside, also since a time."""
+    observer.wait_for("seen", since=since)
+    seen = [record["step"] for record in observer.records("seen")]
+    assert seen == sorted(seen)
 
 
 # ------------------------------------------------------------------------------------------ in and out
@@ -161,8 +168,7 @@ def test_a_chief_that_is_killed_adopts_the_live_model(cluster: Callable[..., Clu
     assert chief.records("cluster.adopted")
     wait_until_trains(tasks["worker-0"], since=ready["t"])
     assert not tasks["worker-0"].records("session.recovering")
-    seen = [record["step"] for record in observer.records("seen")]
-    assert seen == sorted(seen)
+    check_never_back(observer, since=ready["t"])
 
 
 @pytest.mark.parametrize(
@@ -263,6 +269,36 @@ def test_a_frozen_parameter_server_is_noticed_and_no_step_is_lost(cluster: Calla
     assert not tasks["chief-0"].records("session.restored", since=thawed_at)
 
 
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("monitored", "be_cut"),
+        ("supervised", "go_silent"),
+        pytest.param("supervised", "be_cut", marks=full),
+        pytest.param("monitored", "go_silent", marks=full),
+    ],
+)
+def test_a_network_that_comes_back_has_cost_no_step(cluster: Callable[..., Cluster], family: str, how: str) -> None:
+    made = cluster(family=family, step_timeout_secs=2.0, save_secs=3600)
+    with Network(made.ports) as network:
+        tasks = made.start_all(through=network)
+        observer = made.observe()
+        for name in ("chief-0", "worker-0"):
+            wait_until_trains(tasks[name])
+        broken_at = time.time()
+        getattr(network, how)()
+        for name in ("chief-0", "worker-0"):
+            tasks[name].wait_for("session.recovering", since=broken_at)
+        before = max(*steps_seen(tasks["chief-0"]), *steps_seen(tasks["worker-0"]))
+        network.come_back()
+        back_at = time.time()
+        for name in ("chief-0", "worker-0"):
+            assert wait_until_trains(tasks[name], since=back_at)["step"] >= before
+        assert tasks["chief-0"].records("cluster.adopted", since=broken_at)
+        assert not tasks["chief-0"].records("session.restored", since=broken_at)
+        check_never_back(observer, since=back_at)
+
+
 # ------------------------------------------------------------------------------------------ other shapes
 
 
@@ -319,42 +355,26 @@ def test_synchronous_replicas_with_a_backup(cluster: Callable[..., Cluster], fam
 
 def bad_day(made: Cluster, secs: float, seed: int) -> None:
     """Kill one task every few seconds, and look from outside: the step goes back to published checkpoints only."""
-    rng = random.Random(seed)
-    tasks = made.start_all()
-    observer = made.observe()
-    for name, task in tasks.items():
-        if not name.startswith("ps"):
-            wait_until_trains(task, timeout_secs=60)
-    losses: list[float] = []  # when a parameter server was killed
-    end = time.monotonic() + secs
-    while time.monotonic() < end:
-        time.sleep(rng.uniform(0.5, 3.0))
-        check_all_run(tasks)
-        name = rng.choice(sorted(tasks))
-        tasks[name].kill()
-        if name.startswith("ps"):
-            losses.append(tasks[name].killed_at)
-        time.sleep(rng.choice([0.0, 0.2, 1.0]))
-        job, _, index = name.partition("-")
-        tasks[name] = made.start(job, int(index))
+    day = BadDay(made, seed)
+    day.live(secs, fail)
     begun = time.time()
-    for name, task in tasks.items():
-        if not name.startswith("ps"):
-            wait_until_trains(task, since=begun, timeout_secs=60)
-    check_all_run(tasks)
-    assert losses, "no parameter server was killed: choose another seed"
+    for task in day.trainers:
+        wait_until_trains(task, since=begun, timeout_secs=60)
+    day.wait_until_seen(since=begun)
+    day.look_for_ended(fail)
+    assert day.losses, "no parameter server was killed: choose another seed"
     saved, restored = steps_told(made, "checkpoint.saved"), steps_told(made, "session.restored")
-    for earlier, later in itertools.pairwise(observer.records("seen")):
-        if later["step"] < earlier["step"]:
-            told = f"the step went from {earlier} to {later}"
-            loss = next((at for at in losses if earlier["t"] - 1.0 <= at <= later["t"]), None)
-            assert loss is not None, f"{told} without a loss of a parameter server"
-            # From a checkpoint that was published: the newest one, or one whose publication nobody has lived to tell.
-            since = [step for at, step in restored if loss <= at <= later["t"] + 5.0]
-            newest = max((step for at, step in saved if at < loss), default=0)
-            assert any(newest <= step <= later["step"] for step in since), (
-                f"{told}: {newest} was saved, {since} restored"
-            )
+    for earlier, later, loss in day.ways_back():
+        told = f"the step went from {earlier} to {later}"
+        assert loss is not None, f"{told} without a loss of a parameter server"
+        # From a checkpoint that was published: the newest one, or one whose publication nobody has lived to tell.
+        since = [step for at, step in restored if loss <= at <= later["t"] + 5.0]
+        newest = max((step for at, step in saved if at < loss), default=0)
+        assert any(newest <= step <= later["step"] for step in since), f"{told}: {newest} was saved, {since} restored"
+
+
+def fail(task: Process) -> None:
+    raise AssertionError(f"{task.name} ended by itself with {task.wait()}:\n{task.text[-4000:]}")
 
 
 def steps_told(made: Cluster, kind: str) -> list[tuple[float, int]]:
@@ -366,11 +386,6 @@ def steps_told(made: Cluster, kind: str) -> list[tuple[float, int]]:
         for record in chief.records(kind)
         if (found := re.search(r"ckpt-(\d+)", record["message"]))
     ]
-
-
-def check_all_run(tasks: dict[str, Process]) -> None:
-    for task in tasks.values():
-        assert task.running, f"{task.name} ended by itself with {task.wait()}:\n{task.text[-4000:]}"
 
 
 def test_a_bad_minute(cluster: Callable[..., Cluster]) -> None:
