@@ -17,6 +17,7 @@ from pathlib import Path
 
 from asupervisor.checkpoint.catalogue import checkpoints
 from tests.benchmarks.measure import Report
+from tests.cluster.bad_day import BadDay
 from tests.cluster.harness import Cluster, Process, cluster_of
 from tests.forks import Forks
 
@@ -115,6 +116,27 @@ def server_last(make: Callable[..., Cluster]) -> dict[str, float]:
     return {"worker after chief": _came(worker, "ready") - ready if ready < math.inf else math.inf}
 
 
+def chief_last(make: Callable[..., Cluster]) -> dict[str, float]:
+    """Parameter server, worker, and the chief last."""
+    made = make()
+    made.start("ps")
+    worker = made.start("worker")
+    time.sleep(2.0)
+    ready = _came(made.start("chief"), "ready")
+    return {"worker after chief": _came(worker, "ready") - ready if ready < math.inf else math.inf}
+
+
+def signal_while_waiting(make: Callable[..., Cluster]) -> dict[str, float]:
+    """Chief and worker wait for a parameter server; SIGTERM after 4 s."""
+    made = make()
+    tasks = made.start("chief"), made.start("worker")
+    time.sleep(4.0)
+    begun = time.time()
+    for task in tasks:
+        task.signal(signal.SIGTERM)
+    return {"ended after": _ends(*tasks) - begun}
+
+
 def missing_worker(make: Callable[..., Cluster]) -> dict[str, float]:
     """One of two workers never starts."""
     made = make(workers=2)
@@ -149,8 +171,8 @@ def chief_killed(make: Callable[..., Cluster]) -> dict[str, float]:
     back = _trains(chief) - chief.begun_at
     time.sleep(0.5)
     seen = [record["step"] for record in observer.records("seen")]
-    lost = max((earlier - later for earlier, later in itertools.pairwise(seen)), default=0)
-    return {"at work after": back, "steps lost": float(max(0, lost))}
+    lost = max((earlier - later for earlier, later in itertools.pairwise(seen)), default=math.inf)
+    return {"at work after": back, "steps lost": max(0.0, lost)}
 
 
 def server_killed(make: Callable[..., Cluster]) -> dict[str, float]:
@@ -184,6 +206,15 @@ def server_gone(make: Callable[..., Cluster]) -> dict[str, float]:
         if tasks[name].running:
             tasks[name].signal(signal.SIGTERM)
     return {"ended after": _ends(tasks["chief-0"], tasks["worker-0"]) - begun}
+
+
+def server_never_back(make: Callable[..., Cluster]) -> dict[str, float]:
+    """The parameter server is gone for good; the budget for an outage is 5 s."""
+    made = make(outage_secs=5)
+    tasks = made.start_all()
+    _trains(tasks["chief-0"], tasks["worker-0"])
+    tasks["ps-0"].kill()
+    return {"ended after": _ends(tasks["chief-0"], tasks["worker-0"]) - tasks["ps-0"].killed_at}
 
 
 def server_frozen(make: Callable[..., Cluster]) -> dict[str, float]:
@@ -247,18 +278,41 @@ def sync_replicas(make: Callable[..., Cluster]) -> dict[str, float]:
     }
 
 
+def random_kills(make: Callable[..., Cluster]) -> dict[str, float]:
+    """For 20 s, any task is killed every few seconds and started again."""
+    day = BadDay(make(workers=2, save_secs=1), seed=4)
+    ended: list[Process] = []
+    day.live(20.0, ended.append)
+    begun = time.time()
+    back = _trains(*day.trainers, since=begun) - begun
+    lost = sum(earlier["step"] - later["step"] for earlier, later, loss in day.ways_back() if loss is None)
+    return {
+        "steps lost without the loss of a parameter server": float(lost),
+        "tasks that ended by themselves": float(len(ended)),
+        "all at work after the last kill": back,
+    }
+
+
 CASES: dict[Case, dict[str, float]] = {
     server_last: {"worker after chief": 1.0},
-    missing_worker: {},
-    worker_killed: {"at work after": 1.0},
-    chief_killed: {"steps lost": 0.0},
+    chief_last: {"worker after chief": 1.0},
+    signal_while_waiting: {"ended after": 2.0},
+    missing_worker: {"the others train after": 10.0},
+    worker_killed: {"at work after": 1.0, "longest pause of the other worker": 1.0},
+    chief_killed: {"at work after": 5.0, "steps lost": 0.0},
     server_killed: {
         "chief at work after": 2.0,
         "worker at work after": 2.0,
         "steps behind the newest checkpoint": 0.0,
     },
     server_gone: {"ended after": 2.0},
-    server_frozen: {"noticed after": 12.0, "steps lost": 0.0},
+    server_never_back: {"ended after": 7.0},
+    server_frozen: {"noticed after": 12.0, "at work after the thaw": 5.0, "steps lost": 0.0},
     end_of_job: {"steps that the last checkpoint lacks": 0.0, "the parameter server, after the chief": 1.0},
-    sync_replicas: {"ended after the chief's last step": 10.0},
+    sync_replicas: {"at work after": 5.0, "ended after the chief's last step": 10.0},
+    random_kills: {
+        "steps lost without the loss of a parameter server": 0.0,
+        "tasks that ended by themselves": 0.0,
+        "all at work after the last kill": 10.0,
+    },
 }
