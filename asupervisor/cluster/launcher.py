@@ -135,7 +135,10 @@ class Launcher:
     # ------------------------------------------------------------------------------------------------ for users
 
     async def run(self) -> int:
-        """Start everything, and return `exit_status` when everything has ended."""
+        """Start everything, and return `exit_status` when everything has ended.
+
+        Cancelling it ends everything in order first; a second time, at once.
+        """
         async with self:
             return await self.wait()
 

@@ -132,7 +132,10 @@ class MonitoredSession:
     # ------------------------------------------------------------------ enter and exit
 
     async def open(self) -> Self:
-        """Enter without a block; end it by `await close()`."""
+        """Enter without a block; end it by `await close()`.
+
+        Cancelling it ends the start and gives back what was made, as for a block.
+        """
         await self._lifetime.open()
         return self
 
@@ -154,7 +157,10 @@ class MonitoredSession:
             del exc, traceback
 
     async def close(self) -> None:
-        """End the session; idempotent. See the class for what that does and what leaves."""
+        """End the session; idempotent. See the class for what that does and what leaves.
+
+        Cancelling it hurries the end, which is waited for all the same: services get no more grace.
+        """
         await self._lifetime.leave(None)
 
     # ------------------------------------------------------------------ runs
@@ -197,7 +203,8 @@ class MonitoredSession:
         """Run a function that makes one step of several runs, with and without hooks.
 
         A coroutine function runs on the event loop, a plain one on the device thread with the graph entered. After a
-        recovery the whole function is run again.
+        recovery the whole function is run again. Cancelling it cancels a coroutine function where it is; a plain one
+        that has begun runs to its end, and its result is dropped.
 
         Args:
             step_fn: Takes one argument named `step_context`; see `StepContext`.
@@ -300,7 +307,7 @@ class MonitoredSession:
         return current.plain
 
     async def save(self) -> CheckpointInfo:
-        """Save now, between two steps; see `Supervisor.save`.
+        """Save now, between two steps; see `Supervisor.save`, also for what cancelling it does.
 
         Raises:
             RuntimeError: This session does not save: there is no checkpoint directory, or it is a worker's.

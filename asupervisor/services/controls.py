@@ -148,6 +148,8 @@ class SupervisorControls(SupervisorProperties):
     async def save(self) -> CheckpointInfo:
         """Save the model now, between two steps; training goes on while it is written.
 
+        Cancelling it releases the caller; the save goes on.
+
         Returns:
             What was written.
 

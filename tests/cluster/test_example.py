@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import signal
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.forks import Forks
 
@@ -70,3 +73,32 @@ def test_the_example_trains_as_a_cluster_and_alone(
     again = last_json(alone.stdout)
     assert again["start_step"] == result["global_step"]
     assert again["global_step"] >= result["global_step"] + 20
+
+    cluster = {"ps": ["a:1"], "chief": ["b:1"], "worker": ["c:1"]}
+    evaluator = json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}})
+    environ = {**forks.environ, "TF_CONFIG": evaluator}
+    evaluated = forks.run(program, "--logdir", logdir, "--steps", steps, environ=environ)
+    assert evaluated.returncode == 0, evaluated.stderr
+    found = re.search(r"model\.ckpt-(\d+): ([\d.]+)% of the held-out digits", evaluated.stdout)
+    assert found is not None, evaluated.stdout
+    assert int(found[1]) == again["global_step"]
+    assert float(found[2]) / 100 == pytest.approx(again["test_accuracy"], abs=0.001)
+
+
+def test_the_manifest_of_the_example_lets_the_chief_save_and_starts_lost_tasks_again(
+    pytestconfig: pytest.Config,
+) -> None:
+    program = (pytestconfig.rootpath / "examples" / "cluster_digits.py").read_text()
+    docstring = ast.get_docstring(ast.parse(program)) or ""
+    manifest = yaml.safe_load(textwrap.dedent(docstring[docstring.index("    apiVersion") :]))
+    assert (manifest["kind"], manifest["apiVersion"]) == ("TFJob", "kubeflow.org/v1")
+    tasks = manifest["spec"]["tfReplicaSpecs"]
+    assert {name: spec["replicas"] for name, spec in tasks.items()} == {"PS": 1, "Chief": 1, "Worker": 2}
+    grace = re.search(r"stop_grace_period_secs=(\d+)", program)
+    assert grace is not None
+    for spec in tasks.values():
+        assert spec["restartPolicy"] == "ExitCode"
+        assert spec["template"]["spec"]["terminationGracePeriodSeconds"] > int(grace[1])
+        (container,) = spec["template"]["spec"]["containers"]
+        assert container["name"] == "tensorflow"
+        assert container["command"][:2] == ["python", "examples/cluster_digits.py"]

@@ -13,8 +13,10 @@ import tensorflow as tf
 
 from asupervisor import ChiefSessionCreator, MonitoredTrainingSession, Supervisor, WorkerSessionCreator
 from asupervisor.cluster import Task
+from asupervisor.cluster.ports import PortReservation
 from asupervisor.errors import ClusterConfigError
 from tests.cluster.harness import Cluster
+from tests.forks import Forks
 
 tf1 = tf.compat.v1
 CLUSTER = {"ps": ["127.0.0.1:2221", "127.0.0.1:2222"], "chief": ["127.0.0.1:2223"], "worker": ["127.0.0.1:2224"]}
@@ -46,6 +48,27 @@ def test_an_explicit_cluster() -> None:
     )
     with pytest.raises(ClusterConfigError, match="out of range"):
         Task(CLUSTER, "worker", 1)
+
+
+def test_its_server_is_started_once(forks: Forks) -> None:
+    """In a process of its own: TensorFlow's servers have no orderly end."""
+    with PortReservation(2) as ports:
+        cluster = json.dumps({"ps": [ports.addresses[0]], "worker": [ports.addresses[1]]})
+        done = forks.run("-c", SERVES, cluster)
+    assert done.stdout == f"ps 0 {ports.addresses[0]}\n", done.stderr
+
+
+SERVES = """
+import json, os, socket, sys
+from asupervisor.cluster import Task
+task = Task(json.loads(sys.argv[1]), "ps", 0)
+server = task.server
+host, port = task.target.removeprefix("grpc://").split(":")
+socket.create_connection((host, int(port))).close()
+assert task.server is server
+print(server.server_def.job_name, server.server_def.task_index, f"{host}:{port}", flush=True)
+os._exit(0)
+"""
 
 
 async def test_alone_it_means_nothing(alone: Task) -> None:
