@@ -180,7 +180,7 @@ class Block(Generic[T]):
         error = coordinator.error
         coordinator.annotate()
         interrupted = exc is not None and not isinstance(exc, Exception)
-        if isinstance(exc, SystemExit) and not exc.code and error is not None and not cancellations:
+        if isinstance(exc, SystemExit) and exc.code in (None, 0) and error is not None and not cancellations:
             interrupted = False  # `sys.exit()` tells of a clean end, which does not outrank an error
         try:
             if host.late:
