@@ -74,7 +74,7 @@ class Membership:
         task: Our own task: a chief's or a worker's.
 
     Attributes:
-        latest: The one whose session is the last one of this process, or would have been; None alone.
+        latest: The one whose session is the last one of this process, or None.
         told: What the others were told of the end of its session; None for nothing.
         unfinished: How a chief's last session has ended where the others do not know that it is done, the model is lost
             or something is not saved; None otherwise.
@@ -83,7 +83,6 @@ class Membership:
     latest: ClassVar[Membership | None] = None
 
     def __init__(self, task: Server) -> None:
-        Membership.latest = self
         self.told: TaskState | None = None
         self.unfinished: Literal["done", "failed", "lost"] | None = None
         self._task = task
@@ -453,6 +452,7 @@ class Membership:
         """Where nothing was told of the end of a chief, tell that it has failed; blocks, for `LEAVE_SECS` at most.
 
         At the end of the process, which nobody starts again: there is no session any more, and nobody to recover.
+        A chief that has not come in tells nothing: another one may be at work.
         """
         me = self._layout.me
         if me is None or not self._layout.is_chief or self.told is not None:
@@ -460,8 +460,7 @@ class Membership:
 
         def tell() -> None:
             with contextlib.suppress(Exception):  # whoever is gone need not be told
-                self._task.start_server()
-                self._get_register().tell(me, TaskState.FAILED, begin=True)
+                self._get_register().tell(me, TaskState.FAILED)
 
         telling = threading.Thread(target=tell, name="asupervisor: tell the register", daemon=True)
         telling.start()

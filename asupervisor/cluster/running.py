@@ -53,7 +53,7 @@ _UNFINISHED: Final = {
     ),
     "lost": (
         EXIT_LOST,
-        "The model was lost before all of the last session was saved. Start this task again to train the rest.",
+        "The last session has ended without its model, which is lost or was not ready. Start this task again to go on.",
     ),
     "failed": (1, "The end of the last session is not saved, as its log tells: the job has failed."),
 }
@@ -87,6 +87,9 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
     signals (`Task.join`, ``Supervisor(handle_signals=True)``), the first one is its business. A second one acts at
     once. Errors of the configuration, and a lost cluster, are one line on stderr; any other error is a traceback.
 
+    A task has one session, which may be recovered: the end of the chief's is the end of the job. A chief that fails
+    before it has one ends with 1, and leaves the parameter servers to whoever started them.
+
     The process ends in here, after its exit functions and, unless there was a signal, its threads: write nothing behind
     it. Only in the main thread.
 
@@ -110,7 +113,7 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> NoReturn:
     ours = Membership.latest
     # The servers are about to end: who is started again now would wait for them.
     done = ours is not None and ours.told is TaskState.DONE
-    told_to_end = error is None or is_only(error, (asyncio.CancelledError, KeyboardInterrupt, StopRequested))
+    told_to_end = code == 0 or is_only(error, (asyncio.CancelledError, KeyboardInterrupt, StopRequested))
     overdue = isinstance(error, StopGraceExceeded)
     if code == 0 and not received and ours is not None and ours.unfinished is not None:
         code, line = _UNFINISHED[ours.unfinished]

@@ -464,7 +464,7 @@ def ends(*, how: str) -> None:
     cluster.run(main)
 
 
-def waits(*, handled: bool) -> None:
+def waits(*, handled: bool, exits: bool = False) -> None:
     async def main() -> None:
         if handled:
             signals.subscribe(lambda number: print("told", flush=True))
@@ -473,6 +473,8 @@ def waits(*, handled: bool) -> None:
             await asyncio.sleep(60)
         finally:
             print("cleaned up", flush=True)
+            if exits:
+                sys.exit()
 
     cluster.run(main)
 

@@ -20,6 +20,7 @@ from asupervisor.clock import SystemClock
 from asupervisor.cluster.config import layout
 from asupervisor.cluster.joining import _until_others_are_gone
 from asupervisor.cluster.membership import Membership
+from asupervisor.cluster.ports import PortReservation
 from asupervisor.cluster.register import Register, TaskState, hang_up
 from asupervisor.cluster.running import exit_code
 from asupervisor.errors import PeersUnreachable, telling_line
@@ -129,20 +130,22 @@ def test_a_chief_whose_last_save_fails_has_not_done_its_part(
     assert server.wait() == 0
 
 
-@pytest.mark.parametrize("end", ["fails at once", pytest.param("has no more time", marks=pytest.mark.full)])
-def test_a_chief_that_fails_without_a_session_is_not_expected_back(cluster: Callable[..., Cluster], end: str) -> None:
-    """Nor where nobody has ever written into the register: the second server has not come yet."""
-    made = cluster(ps=2, workers=0, chief_grace_secs=0.5, chief=end)
-    server = made.start("ps")
-    server.wait_for("cluster.serving")
-    given_up = made.logdir.with_name("given up")
-    chief = made.start("chief", gives_up=str(given_up))
-    if end == "has no more time":
-        chief.wait_for("cluster.waiting")
-        given_up.touch()
-    assert chief.wait() == 1
-    assert ("FileNotFoundError" if end == "fails at once" else "TimeoutError") in chief.text
-    assert server.wait() == 0
+def test_a_chief_that_fails_before_its_session_leaves_the_job_of_another_one_alone(
+    cluster: Callable[..., Cluster],
+) -> None:
+    """Started by mistake, on another machine: it has an address of its own."""
+    made = cluster(steps=60)
+    tasks = made.start_all()
+    for name in ("chief-0", "worker-0"):
+        tasks[name].wait_for("step")
+    with PortReservation(1) as ports:
+        right, made.spec["chief"] = made.spec["chief"], list(ports.addresses)
+        other = made.start("chief", chief="fails at once")
+        assert other.wait() == 1
+        made.spec["chief"] = right
+    for name, task in tasks.items():
+        assert task.wait() == 0, name
+    assert not tasks["chief-0"].records("session.recovering", "unknown")
 
 
 @families

@@ -109,6 +109,13 @@ def test_a_signal_cancels_what_nobody_else_ends(forks: Forks, tmp_path: Path, nu
         assert "cleaned up" in process.text
 
 
+def test_a_program_that_exits_after_a_signal_has_not_done_its_part(forks: Forks, tmp_path: Path) -> None:
+    process = Process(forks, "it", "waits", tmp_path / "output", {}, {"handled": False, "exits": True})
+    process.wait_for_text("waiting")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM
+
+
 def test_signals_need_the_main_thread() -> None:
     errors: list[BaseException] = []
 
