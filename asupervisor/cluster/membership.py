@@ -91,6 +91,7 @@ class Membership:
         self._register: Register | None = None
         self.allow_reinit = False
         self._was_ready = False
+        self._ended_at = -math.inf
         self._epoch = ""  # of the model that this worker knows
         self.is_in = False
         """Whether there is a session."""
@@ -135,6 +136,8 @@ class Membership:
         patience = around.patience
         limit_secs = min(around.max_wait_secs, self._task.outage_secs) if self._was_ready else around.max_wait_secs
         begun = patience.clock.monotonic()
+        if begun - self._ended_at < limit_secs:  # to close the session before, and a pause, are a part of an outage
+            begun = self._ended_at
         deadline = begun + limit_secs
         polls, reason = Polls(LOOK_EVERY_SECS), ""
         while True:
@@ -417,10 +420,10 @@ class Membership:
             await clock.sleep(LOOK_EVERY_SECS)
         return False
 
-    async def leave(self, how: Literal["done", "failed", "lost"], *, saved: bool) -> None:
+    async def leave(self, how: Literal["done", "failed", "lost"], *, saved: bool, ended_at: float) -> None:
         """See `Peers.leave`."""
         state = {"done": TaskState.DONE, "failed": TaskState.FAILED}.get(how)
-        self.is_in = False
+        self.is_in, self._ended_at = False, ended_at
         if self._around is None:
             return
         try:

@@ -48,8 +48,8 @@ EXIT_CONFIG: Final = 2
 _UNFINISHED: Final = {
     "done": (
         EXIT_LOST,
-        "The first parameter server did not answer: it does not know that the job is done, and serves on. Start this "
-        "task again to tell it.",
+        "The first parameter server could not be told: it does not know that the job is done, and serves on. Start "
+        "this task again to tell it.",
     ),
     "lost": (
         EXIT_LOST,

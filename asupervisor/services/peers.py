@@ -155,10 +155,11 @@ class Peers(Protocol):
     async def others_at_work(self) -> bool:
         """Whether others train the model: they did when they were last seen, and are there; the chief's to know."""
 
-    async def leave(self, how: Literal["done", "failed", "lost"], *, saved: bool) -> None:
+    async def leave(self, how: Literal["done", "failed", "lost"], *, saved: bool, ended_at: float) -> None:
         """The session is closed.
 
         Args:
             how: What the others shall think of it.
             saved: Whether its end was as it should be, last save included.
+            ended_at: When its close began, by the clock's `monotonic`.
         """

@@ -420,6 +420,7 @@ class SupervisedRun:
     async def release(self) -> None:
         """Close the session and let go of it: what is left is how things stood."""
         session, host = self._session, self._host
+        ended_at = self._settings.clock.monotonic()
         try:
             if self.services.last_saver is None:
                 await self.services.drain()  # no last save has waited for those that were asked for
@@ -434,8 +435,8 @@ class SupervisedRun:
                     )
             if self._settings.peers is not None:
                 # A signal may have come during the last save: then we are expected back.
-                done_no_more = self._leaves_as == "done" and self.ending.signalled
-                await self._settings.peers.leave("lost" if done_no_more else self._leaves_as, saved=self.settled)
+                how = "lost" if self._leaves_as == "done" and self.ending.signalled else self._leaves_as
+                await self._settings.peers.leave(how, saved=self.settled, ended_at=ended_at)
         finally:
             self.unsaved_runs = self.services.unsaved_runs
             if host is not None:

@@ -521,6 +521,35 @@ async def test_a_long_wait_for_others_is_a_warning(cluster: Callable[..., Cluste
     await around.executor.aclose(1.0)
 
 
+@pytest.mark.parametrize(("since_secs", "waits_secs"), [(3.0, 57.0), (60.0, 60.0)])
+async def test_the_close_of_the_session_before_is_a_part_of_an_outage(
+    cluster: Callable[..., Cluster], since_secs: float, waits_secs: float
+) -> None:
+    """But a session that is begun long after is one that waits."""
+    made, clock = cluster(), ManualClock()
+    around = Around(
+        executor=DeviceExecutor(),
+        patience=Patience(clock, log_only, None),
+        emit=log_only,
+        logdir=None,
+        afresh=False,
+        max_wait_secs=300.0,
+        coordinator=Coordinator(),
+    )
+    membership = Membership(SimpleNamespace(layout=layout(made.spec, "chief", 0), outage_secs=60.0))  # type: ignore[arg-type]
+    membership._was_ready = True
+    await membership.leave("lost", saved=False, ended_at=clock.monotonic() - since_secs)
+    begun = clock.monotonic()
+    waiting = asyncio.ensure_future(membership.open(None, around))  # type: ignore[arg-type]
+    while clock.monotonic() < begun + waits_secs:
+        await clock.sleepers(1)
+        await clock.advance(0.25)
+    with pytest.raises(PeersUnreachable, match=r"for 60 s.*outage_secs"):
+        await waiting
+    assert clock.monotonic() == begun + waits_secs
+    await around.executor.aclose(1.0)
+
+
 @pytest.mark.parametrize(("family", "end"), [("monitored", "joins"), ("supervised", "joins"), ("supervised", "trains")])
 def test_a_chief_that_waits_for_its_workers_gets_a_lost_model_back(
     cluster: Callable[..., Cluster], family: str, end: str
