@@ -91,7 +91,7 @@ class Membership:
         self._register: Register | None = None
         self.allow_reinit = False
         self._was_ready = False
-        self._ended_at = -math.inf
+        self._lost_at = -math.inf
         self._epoch = ""  # of the model that this worker knows
         self.is_in = False
         """Whether there is a session."""
@@ -136,9 +136,9 @@ class Membership:
         patience = around.patience
         limit_secs = min(around.max_wait_secs, self._task.outage_secs) if self._was_ready else around.max_wait_secs
         begun = patience.clock.monotonic()
-        if begun - self._ended_at < limit_secs:  # to close the session before, and a pause, are a part of an outage
-            begun = self._ended_at
         deadline = begun + limit_secs
+        if begun - self._lost_at < limit_secs:  # in an outage: to notice it, to close the session, and to end are in it
+            begun, deadline = self._lost_at, self._lost_at + limit_secs - LOOK_EVERY_SECS
         polls, reason = Polls(LOOK_EVERY_SECS), ""
         while True:
             await self._reach_servers(around, begun, deadline, reason)
@@ -423,7 +423,7 @@ class Membership:
     async def leave(self, how: Literal["done", "failed", "lost"], *, saved: bool, ended_at: float) -> None:
         """See `Peers.leave`."""
         state = {"done": TaskState.DONE, "failed": TaskState.FAILED}.get(how)
-        self.is_in, self._ended_at = False, ended_at
+        self.is_in, self._lost_at = False, ended_at if how == "lost" else -math.inf
         if self._around is None:
             return
         try:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -521,11 +521,14 @@ async def test_a_long_wait_for_others_is_a_warning(cluster: Callable[..., Cluste
     await around.executor.aclose(1.0)
 
 
-@pytest.mark.parametrize(("since_secs", "waits_secs"), [(3.0, 57.0), (60.0, 60.0)])
-async def test_the_close_of_the_session_before_is_a_part_of_an_outage(
-    cluster: Callable[..., Cluster], since_secs: float, waits_secs: float
+@pytest.mark.parametrize(
+    ("how", "since_secs", "waits_secs"),
+    [("lost", 3.0, 56.75), ("lost", 60.0, 60.0), ("done", 3.0, 60.0), ("failed", 3.0, 60.0)],
+)
+async def test_an_outage_begins_with_the_loss_and_its_error_comes_within_the_budget(
+    cluster: Callable[..., Cluster], how: Literal["done", "failed", "lost"], since_secs: float, waits_secs: float
 ) -> None:
-    """But a session that is begun long after is one that waits."""
+    """But a session that is begun long after, or after another end, is one that waits."""
     made, clock = cluster(), ManualClock()
     around = Around(
         executor=DeviceExecutor(),
@@ -538,7 +541,7 @@ async def test_the_close_of_the_session_before_is_a_part_of_an_outage(
     )
     membership = Membership(SimpleNamespace(layout=layout(made.spec, "chief", 0), outage_secs=60.0))  # type: ignore[arg-type]
     membership._was_ready = True
-    await membership.leave("lost", saved=False, ended_at=clock.monotonic() - since_secs)
+    await membership.leave(how, saved=False, ended_at=clock.monotonic() - since_secs)
     begun = clock.monotonic()
     waiting = asyncio.ensure_future(membership.open(None, around))  # type: ignore[arg-type]
     while clock.monotonic() < begun + waits_secs:
