@@ -423,7 +423,8 @@ class Membership:
     async def leave(self, how: Literal["done", "failed", "lost"], *, saved: bool, ended_at: float) -> None:
         """See `Peers.leave`."""
         state = {"done": TaskState.DONE, "failed": TaskState.FAILED}.get(how)
-        self.is_in, self._lost_at = False, ended_at if how == "lost" else -math.inf
+        self._lost_at = ended_at if self.is_in and how == "lost" else -math.inf
+        self.is_in = False
         if self._around is None:
             return
         try:
@@ -458,7 +459,7 @@ class Membership:
         A chief that has not come in tells nothing: another one may be at work.
         """
         me = self._layout.me
-        if me is None or not self._layout.is_chief or self.told is not None:
+        if me is None or not self._layout.is_chief or not self._was_ready or self.told is not None:
             return
 
         def tell() -> None:

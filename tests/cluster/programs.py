@@ -32,7 +32,7 @@ import tensorflow as tf
 
 from asupervisor import MonitoredTrainingSession, StepOutcomeUnknown, Supervisor, cluster, train_loop
 from asupervisor.cluster.config import parse
-from asupervisor.errors import PeersUnreachable
+from asupervisor.errors import PeersUnreachable, PortInUse
 from asupervisor.runtime import signals
 
 tf1 = tf.compat.v1
@@ -126,7 +126,7 @@ def replica(
     A task has no more time once the file `gives_up` is there, and thinks nothing of it where it `relents`.
     All saves but the first one take `slow_save_secs`, or fail for the "disk" or as runs do that a lost "peer" has
     cancelled; when they are done, the process of the file `server` gets the signal `after_saves`.
-    A chief that "fails at once" has no session.
+    A chief that "fails at once" has no session, nor has one that "gives way" where its port is in use.
     """
 
     def told_to_end() -> bool:
@@ -214,7 +214,10 @@ def replica(
             async with asyncio.timeout(None) as limit:
                 joins.append(asyncio.ensure_future(end_by(limit)))
                 with anyio.move_on_after(limit_secs):
-                    await train(task, model)
+                    try:
+                        await train(task, model)
+                    except PortInUse as error:
+                        raise RuntimeError("another one runs") if chief == "gives way" else error from None
         if chief == "lingers":
             await anyio.sleep_forever()
 

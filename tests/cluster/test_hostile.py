@@ -130,17 +130,20 @@ def test_a_chief_whose_last_save_fails_has_not_done_its_part(
     assert server.wait() == 0
 
 
+@pytest.mark.parametrize("how", ["fails at once", "gives way"])
 def test_a_chief_that_fails_before_its_session_leaves_the_job_of_another_one_alone(
-    cluster: Callable[..., Cluster],
+    cluster: Callable[..., Cluster], how: str
 ) -> None:
-    """Started by mistake, on another machine: it has an address of its own."""
-    made = cluster(steps=60)
+    """Started by mistake: on another machine, where it has an address of its own, or on the same one."""
+    made = cluster(steps=400, chief_grace_secs=0.5)
     tasks = made.start_all()
     for name in ("chief-0", "worker-0"):
         tasks[name].wait_for("step")
     with PortReservation(1) as ports:
-        right, made.spec["chief"] = made.spec["chief"], list(ports.addresses)
-        other = made.start("chief", chief="fails at once")
+        right = made.spec["chief"]
+        if how == "fails at once":
+            made.spec["chief"] = list(ports.addresses)
+        other = made.start("chief", chief=how, logdir=str(made.logdir.with_name("another")))
         assert other.wait() == 1
         made.spec["chief"] = right
     for name, task in tasks.items():
@@ -522,13 +525,23 @@ async def test_a_long_wait_for_others_is_a_warning(cluster: Callable[..., Cluste
 
 
 @pytest.mark.parametrize(
-    ("how", "since_secs", "waits_secs"),
-    [("lost", 3.0, 56.75), ("lost", 60.0, 60.0), ("done", 3.0, 60.0), ("failed", 3.0, 60.0)],
+    ("how", "was_in", "since_secs", "waits_secs"),
+    [
+        ("lost", True, 3.0, 56.75),
+        ("lost", True, 60.0, 60.0),
+        ("lost", False, 3.0, 60.0),
+        ("done", True, 3.0, 60.0),
+        ("failed", True, 3.0, 60.0),
+    ],
 )
 async def test_an_outage_begins_with_the_loss_and_its_error_comes_within_the_budget(
-    cluster: Callable[..., Cluster], how: Literal["done", "failed", "lost"], since_secs: float, waits_secs: float
+    cluster: Callable[..., Cluster],
+    how: Literal["done", "failed", "lost"],
+    was_in: bool,
+    since_secs: float,
+    waits_secs: float,
 ) -> None:
-    """But a session that is begun long after, or after another end, is one that waits."""
+    """But a session that is begun long after, or after another end, or after none, is one that waits."""
     made, clock = cluster(), ManualClock()
     around = Around(
         executor=DeviceExecutor(),
@@ -540,7 +553,7 @@ async def test_an_outage_begins_with_the_loss_and_its_error_comes_within_the_bud
         coordinator=Coordinator(),
     )
     membership = Membership(SimpleNamespace(layout=layout(made.spec, "chief", 0), outage_secs=60.0))  # type: ignore[arg-type]
-    membership._was_ready = True
+    membership._was_ready, membership.is_in = True, was_in
     await membership.leave(how, saved=False, ended_at=clock.monotonic() - since_secs)
     begun = clock.monotonic()
     waiting = asyncio.ensure_future(membership.open(None, around))  # type: ignore[arg-type]
