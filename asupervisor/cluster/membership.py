@@ -7,7 +7,7 @@
     leave: worker: done ── chief: all workers are done or gone, final save, done ── parameter servers end by themselves
 
 Whatever a peer's loss breaks on the way in is tried again, until the model's deadline: `outage_secs`, once there has
-been a session. On the event loop; what blocks is on side threads.
+been a session; from then on the chief has as long. On the event loop; what blocks is on side threads.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Membership:
         limit_secs = min(around.max_wait_secs, self._task.outage_secs) if self._was_ready else around.max_wait_secs
         begun = patience.clock.monotonic()
         deadline = begun + limit_secs
-        if begun - self._lost_at < limit_secs:  # in an outage: to notice it, to close the session, and to end are in it
+        in_outage = begun - self._lost_at < limit_secs
+        if in_outage:  # to notice it, to close the session, and to end are in it
             begun, deadline = self._lost_at, self._lost_at + limit_secs - LOOK_EVERY_SECS
         polls, reason = Polls(LOOK_EVERY_SECS), ""
         while True:
@@ -145,7 +146,8 @@ class Membership:
             try:
                 await patience.first(self._side(self._task.start_server, "start of the server"))
                 come_in = self._as_chief if self._layout.is_chief else self._as_worker
-                session, how = await come_in(ways, around, begun, deadline)
+                ready_by = patience.clock.monotonic() + limit_secs if in_outage else deadline  # all of it for the chief
+                session, how = await come_in(ways, around, begun, ready_by)
                 self._was_ready = self.is_in = True
                 return session, how
             except Exception as error:
@@ -177,7 +179,7 @@ class Membership:
                 _tell_of_wait(around, names, "", now - begun)
             await patience.pause(min(polls.next(), max(0.0, deadline - now)))
 
-    async def _as_chief(self, ways: Ways, around: Around, begun: float, deadline: float) -> tuple[AsyncSession, How]:
+    async def _as_chief(self, ways: Ways, around: Around, begun: float, ready_by: float) -> tuple[AsyncSession, How]:
         register = self._get_register()
         run = await around.patience.first(self._side(self._own_run, "read the run", around))
         reading = await around.patience.first(self._side(register.read, "read the register"))
@@ -203,12 +205,12 @@ class Membership:
         await self._introduce(session)
         return session, "prepared"
 
-    async def _as_worker(self, ways: Ways, around: Around, begun: float, deadline: float) -> tuple[AsyncSession, How]:
+    async def _as_worker(self, ways: Ways, around: Around, begun: float, ready_by: float) -> tuple[AsyncSession, How]:
         register, patience, polls = self._get_register(), around.patience, Polls(LOOK_EVERY_SECS)
         chief = str(self._layout.chief)
         while True:
             reading = await patience.first(self._side(register.read, "read the register"))
-            left_secs = deadline - patience.clock.monotonic()
+            left_secs = ready_by - patience.clock.monotonic()
             if reading.epoch:
                 session = await ways.wait(max(0.0, left_secs))
                 try:

@@ -16,14 +16,14 @@ import tensorflow as tf
 
 from asupervisor.checkpoint.catalogue import checkpoints
 from asupervisor.checkpoint.records import Kind
-from asupervisor.clock import SystemClock
+from asupervisor.clock import Clock, SystemClock
 from asupervisor.cluster.config import layout
 from asupervisor.cluster.joining import _until_others_are_gone
 from asupervisor.cluster.membership import Membership
 from asupervisor.cluster.ports import PortReservation
-from asupervisor.cluster.register import Register, TaskState, hang_up
+from asupervisor.cluster.register import Reading, Register, TaskState, hang_up
 from asupervisor.cluster.running import exit_code
-from asupervisor.errors import PeersUnreachable, telling_line
+from asupervisor.errors import PeersUnreachable, SessionNotReady, telling_line
 from asupervisor.events import log_only
 from asupervisor.runtime.coordinator import Coordinator
 from asupervisor.runtime.device import DeviceExecutor
@@ -524,6 +524,18 @@ async def test_a_long_wait_for_others_is_a_warning(cluster: Callable[..., Cluste
     await around.executor.aclose(1.0)
 
 
+def around_with(clock: Clock, max_wait_secs: float) -> Around:
+    return Around(
+        executor=DeviceExecutor(),
+        patience=Patience(clock, log_only, None),
+        emit=log_only,
+        logdir=None,
+        afresh=False,
+        max_wait_secs=max_wait_secs,
+        coordinator=Coordinator(),
+    )
+
+
 @pytest.mark.parametrize(
     ("how", "was_in", "since_secs", "waits_secs"),
     [
@@ -543,15 +555,7 @@ async def test_an_outage_begins_with_the_loss_and_its_error_comes_within_the_bud
 ) -> None:
     """But a session that is begun long after, or after another end, or after none, is one that waits."""
     made, clock = cluster(), ManualClock()
-    around = Around(
-        executor=DeviceExecutor(),
-        patience=Patience(clock, log_only, None),
-        emit=log_only,
-        logdir=None,
-        afresh=False,
-        max_wait_secs=300.0,
-        coordinator=Coordinator(),
-    )
+    around = around_with(clock, max_wait_secs=300.0)
     membership = Membership(SimpleNamespace(layout=layout(made.spec, "chief", 0), outage_secs=60.0))  # type: ignore[arg-type]
     membership._was_ready, membership.is_in = True, was_in
     await membership.leave(how, saved=False, ended_at=clock.monotonic() - since_secs)
@@ -563,6 +567,31 @@ async def test_an_outage_begins_with_the_loss_and_its_error_comes_within_the_bud
     with pytest.raises(PeersUnreachable, match=r"for 60 s.*outage_secs"):
         await waiting
     assert clock.monotonic() == begun + waits_secs
+    await around.executor.aclose(1.0)
+
+
+@pytest.mark.parametrize("was_in", [True, False])
+async def test_the_chief_has_as_long_once_its_servers_are_back(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, was_in: bool
+) -> None:
+    """They are back 56 s after the loss, just before the end of the outage."""
+    made, clock = cluster(), ManualClock()
+    around = around_with(clock, max_wait_secs=60.0)
+    task = SimpleNamespace(layout=layout(made.spec, "worker", 0), outage_secs=60.0, start_server=lambda: None)
+    membership = Membership(task)  # type: ignore[arg-type]
+    membership._was_ready = membership.is_in = was_in
+    await membership.leave("lost", saved=False, ended_at=clock.monotonic() - 56.0)
+    register = SimpleNamespace(read=lambda: Reading("", ()))
+    monkeypatch.setattr(membership, "_get_register", lambda: register)
+    monkeypatch.setattr("asupervisor.cluster.membership.silent_ones", mock.AsyncMock(return_value=[]))
+    begun = clock.monotonic()
+    waiting = asyncio.ensure_future(membership.open(None, around))  # type: ignore[arg-type]
+    while clock.monotonic() < begun + 60.0:
+        await clock.sleepers(1)
+        await clock.advance(0.25)
+    with pytest.raises(SessionNotReady, match="chief"):
+        await waiting
+    assert clock.monotonic() == begun + 60.0
     await around.executor.aclose(1.0)
 
 
