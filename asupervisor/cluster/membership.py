@@ -466,7 +466,7 @@ class Membership:
 
         def tell() -> None:
             with contextlib.suppress(Exception):  # whoever is gone need not be told
-                self._get_register().tell(me, TaskState.FAILED)
+                self._get_register().tell(me, TaskState.FAILED, begin=True)
 
         telling = threading.Thread(target=tell, name="asupervisor: tell the register", daemon=True)
         telling.start()

@@ -101,6 +101,10 @@ class Register:
                     raw.ReadVariableOp(resource=epoch, dtype=tf.string),
                     raw.ReadVariableOp(resource=states, dtype=tf.int32),
                 )
+                self._begin = (
+                    raw.AssignVariableOp(resource=epoch, value=""),
+                    raw.AssignVariableOp(resource=states, value=[int(TaskState.UNSEEN)] * count),
+                )
                 self._new_states = tf1.placeholder(tf.int32, [count])
                 self._set_states = raw.AssignVariableOp(resource=states, value=self._new_states)
                 self._index = tf1.placeholder(tf.int32, [])
@@ -188,8 +192,13 @@ class Register:
         with self._lock:
             self._all.run(self._set_epoch, {self._new_epoch: f"{run}/{secrets.token_hex(4)}"})
 
-    def tell(self, member: Member, state: TaskState) -> None:
+    def tell(self, member: Member, state: TaskState, *, begin: bool = False) -> None:
         """What a task is at.
+
+        Args:
+            member: The task.
+            state: Its state.
+            begin: Whether a register in which nobody has written yet is begun with it; an error otherwise.
 
         Raises:
             tf.errors.OpError: The parameter server cannot be told now.
@@ -197,6 +206,8 @@ class Register:
         index = self._layout.trainers.index(member)
         with self._lock:
             self._known[index] = state
+            if begin and not self._first.run(self._is_there):
+                self._first.run(self._begin)
             self._first.run(self._set_state, {self._index: index, self._state: int(state)})
 
     # ------------------------------------------------------------------ its sessions

@@ -127,6 +127,7 @@ def replica(
     All saves but the first one take `slow_save_secs`, or fail for the "disk" or as runs do that a lost "peer" has
     cancelled; when they are done, the process of the file `server` gets the signal `after_saves`.
     A chief that "fails at once" has no session, nor has one that "gives way" where its port is in use.
+    One that "wraps" what it is told of a lost peer waits for the file `until`, and makes an error of its own of that.
     """
 
     def told_to_end() -> bool:
@@ -218,6 +219,10 @@ def replica(
                         await train(task, model)
                     except PortInUse as error:
                         raise RuntimeError("another one runs") if chief == "gives way" else error from None
+                    except tf.errors.OpError as error:
+                        while chief == "wraps" and task.is_chief and not told_to_end():
+                            await anyio.sleep(0.05)
+                        raise RuntimeError("it cannot go on") if chief == "wraps" else error from None
         if chief == "lingers":
             await anyio.sleep_forever()
 

@@ -130,6 +130,22 @@ def test_a_chief_whose_last_save_fails_has_not_done_its_part(
     assert server.wait() == 0
 
 
+def test_a_chief_that_fails_behind_a_loss_tells_a_server_that_has_begun_anew(cluster: Callable[..., Cluster]) -> None:
+    """It makes an error of its own of the loss, so that nobody starts it again."""
+    made = cluster(family="managed", workers=0, chief_grace_secs=0.5, chief="wraps", steps=10**6)
+    until = made.logdir.with_name("until")
+    server = made.start("ps")
+    chief = made.start("chief", until=str(until))
+    chief.wait_for("step")
+    server.kill()
+    server = made.start("ps")
+    server.wait_for("cluster.serving")
+    until.touch()
+    assert chief.wait() == 1
+    assert "it cannot go on" in chief.text
+    assert server.wait() == 0
+
+
 @pytest.mark.parametrize("how", ["fails at once", "gives way"])
 def test_a_chief_that_fails_before_its_session_leaves_the_job_of_another_one_alone(
     cluster: Callable[..., Cluster], how: str
