@@ -91,7 +91,7 @@ class Membership:
         self._register: Register | None = None
         self.allow_reinit = False
         self._was_ready = False
-        self._lost_at = -math.inf
+        self._lost_at: float | None = None  # the session before, where there was one that was lost
         self._epoch = ""  # of the model that this worker knows
         self.is_in = False
         """Whether there is a session."""
@@ -137,8 +137,7 @@ class Membership:
         limit_secs = min(around.max_wait_secs, self._task.outage_secs) if self._was_ready else around.max_wait_secs
         begun = patience.clock.monotonic()
         deadline = begun + limit_secs
-        in_outage = begun - self._lost_at < limit_secs
-        if in_outage:  # to notice it, to close the session, and to end are in it
+        if self._lost_at is not None:  # in an outage: to notice it, to close the session, a pause, and to end are in it
             begun, deadline = self._lost_at, self._lost_at + limit_secs - LOOK_EVERY_SECS
         polls, reason = Polls(LOOK_EVERY_SECS), ""
         while True:
@@ -146,7 +145,8 @@ class Membership:
             try:
                 await patience.first(self._side(self._task.start_server, "start of the server"))
                 come_in = self._as_chief if self._layout.is_chief else self._as_worker
-                ready_by = patience.clock.monotonic() + limit_secs if in_outage else deadline  # all of it for the chief
+                # They are back from an outage: now the chief has as long to make the model ready.
+                ready_by = deadline if self._lost_at is None else patience.clock.monotonic() + limit_secs
                 session, how = await come_in(ways, around, begun, ready_by)
                 self._was_ready = self.is_in = True
                 return session, how
@@ -158,10 +158,9 @@ class Membership:
                     "cluster.retrying", f"a peer was lost while the session was opened: {reason}", error=describe(error)
                 )
                 await self._hang_up()
-                if patience.clock.monotonic() >= deadline:
-                    raise PeersUnreachable(
-                        [str(server) for server in self._layout.servers], limit_secs, reason, self._limit
-                    ) from error
+                if (now := patience.clock.monotonic()) >= deadline:
+                    names = [str(server) for server in self._layout.servers]
+                    raise PeersUnreachable(names, now - begun, reason, self._limit) from error
             await patience.pause(polls.next())
 
     async def _reach_servers(self, around: Around, begun: float, deadline: float, reason: str) -> None:
@@ -425,7 +424,7 @@ class Membership:
     async def leave(self, how: Literal["done", "failed", "lost"], *, saved: bool, ended_at: float) -> None:
         """See `Peers.leave`."""
         state = {"done": TaskState.DONE, "failed": TaskState.FAILED}.get(how)
-        self._lost_at = ended_at if self.is_in and how == "lost" else -math.inf
+        self._lost_at = ended_at if self.is_in and how == "lost" else None
         self.is_in = False
         if self._around is None:
             return

@@ -126,8 +126,8 @@ def replica(
     A task has no more time once the file `gives_up` is there, and thinks nothing of it where it `relents`.
     All saves but the first one take `slow_save_secs`, or fail for the "disk" or as runs do that a lost "peer" has
     cancelled; when they are done, the process of the file `server` gets the signal `after_saves`.
-    A chief that "fails at once" has no session, nor has one that "gives way" where its port is in use.
-    One that "wraps" what it is told of a lost peer waits for the file `until`, and makes an error of its own of that.
+    A chief that "fails at once" has no session. One that "wraps" what it is told of a lost peer, or of a port in use,
+    makes an error of its own of that, once the file `until` is there, if it is to come.
     """
 
     def told_to_end() -> bool:
@@ -217,12 +217,12 @@ def replica(
                 with anyio.move_on_after(limit_secs):
                     try:
                         await train(task, model)
-                    except PortInUse as error:
-                        raise RuntimeError("another one runs") if chief == "gives way" else error from None
-                    except tf.errors.OpError as error:
-                        while chief == "wraps" and task.is_chief and not told_to_end():
+                    except (tf.errors.OpError, PortInUse) as error:
+                        if chief != "wraps":
+                            raise
+                        while until is not None and not told_to_end():
                             await anyio.sleep(0.05)
-                        raise RuntimeError("it cannot go on") if chief == "wraps" else error from None
+                        raise RuntimeError("it cannot go on") from error
         if chief == "lingers":
             await anyio.sleep_forever()
 

@@ -43,6 +43,18 @@ def is_waiting_for_workers(record: dict[str, Any]) -> bool:
     return "waiting for the end of" in record["message"]
 
 
+def around_with(clock: Clock, max_wait_secs: float, emit: Any = log_only) -> Around:
+    return Around(
+        executor=DeviceExecutor(),
+        patience=Patience(clock, emit, None),
+        emit=emit,
+        logdir=None,
+        afresh=False,
+        max_wait_secs=max_wait_secs,
+        coordinator=Coordinator(),
+    )
+
+
 def test_a_chief_whose_local_init_is_slow_adopts_the_live_model(cluster: Callable[..., Cluster]) -> None:
     """How long a look at the model takes says nothing about the model: it must not be restored over what lives."""
     made = cluster(save_secs=3600)
@@ -146,7 +158,7 @@ def test_a_chief_that_fails_behind_a_loss_tells_a_server_that_has_begun_anew(clu
     assert server.wait() == 0
 
 
-@pytest.mark.parametrize("how", ["fails at once", "gives way"])
+@pytest.mark.parametrize("how", ["fails at once", "wraps"])
 def test_a_chief_that_fails_before_its_session_leaves_the_job_of_another_one_alone(
     cluster: Callable[..., Cluster], how: str
 ) -> None:
@@ -516,15 +528,7 @@ async def test_a_long_wait_for_others_is_a_warning(cluster: Callable[..., Cluste
         told.append((level, data["waited_secs"], message))
 
     server: Any = SimpleNamespace(layout=layout(made.spec, "chief", 0), outage_secs=60.0)
-    around = Around(
-        executor=DeviceExecutor(),
-        patience=Patience(clock, emit, None),
-        emit=emit,
-        logdir=None,
-        afresh=False,
-        max_wait_secs=30.0,
-        coordinator=Coordinator(),
-    )
+    around = around_with(clock, max_wait_secs=30.0, emit=emit)
     begun = clock.monotonic()
     waiting = asyncio.ensure_future(Membership(server)._reach_servers(around, begun, begun + 30.0, ""))
     while clock.monotonic() < begun + 30.0:
@@ -540,23 +544,11 @@ async def test_a_long_wait_for_others_is_a_warning(cluster: Callable[..., Cluste
     await around.executor.aclose(1.0)
 
 
-def around_with(clock: Clock, max_wait_secs: float) -> Around:
-    return Around(
-        executor=DeviceExecutor(),
-        patience=Patience(clock, log_only, None),
-        emit=log_only,
-        logdir=None,
-        afresh=False,
-        max_wait_secs=max_wait_secs,
-        coordinator=Coordinator(),
-    )
-
-
 @pytest.mark.parametrize(
     ("how", "was_in", "since_secs", "waits_secs"),
     [
         ("lost", True, 3.0, 56.75),
-        ("lost", True, 60.0, 60.0),
+        ("lost", True, 80.0, 0.0),
         ("lost", False, 3.0, 60.0),
         ("done", True, 3.0, 60.0),
         ("failed", True, 3.0, 60.0),
@@ -569,7 +561,7 @@ async def test_an_outage_begins_with_the_loss_and_its_error_comes_within_the_bud
     since_secs: float,
     waits_secs: float,
 ) -> None:
-    """But a session that is begun long after, or after another end, or after none, is one that waits."""
+    """However long a pause is. But a session that is begun after another end, or after none, is one that waits."""
     made, clock = cluster(), ManualClock()
     around = around_with(clock, max_wait_secs=300.0)
     membership = Membership(SimpleNamespace(layout=layout(made.spec, "chief", 0), outage_secs=60.0))  # type: ignore[arg-type]
@@ -580,7 +572,7 @@ async def test_an_outage_begins_with_the_loss_and_its_error_comes_within_the_bud
     while clock.monotonic() < begun + waits_secs:
         await clock.sleepers(1)
         await clock.advance(0.25)
-    with pytest.raises(PeersUnreachable, match=r"for 60 s.*outage_secs"):
+    with pytest.raises(PeersUnreachable, match=r"for [68]0 s.*outage_secs"):
         await waiting
     assert clock.monotonic() == begun + waits_secs
     await around.executor.aclose(1.0)
