@@ -400,13 +400,19 @@ def raised_by_session(error: BaseException) -> bool:
     return bool(traceback.tb_frame.f_code.co_filename == where)
 
 
-LOST_PEER = "RecvFromRemoteAsync is cancelled"
-"""What a CancelledError says with which TensorFlow tells now and then of a peer that is lost in a run."""
+LOST_PEER = {
+    tf.errors.CancelledError: "RecvFromRemoteAsync is cancelled",
+    tf.errors.UnimplementedError: "No message returned for unary request",
+}
+"""What errors say with which TensorFlow tells now and then of a peer that is lost, though their types do not."""
 
 
 def tells_of_a_lost_peer(error: BaseException) -> bool:
-    """Whether nobody has cancelled the run that raised this CancelledError; without its words: somebody has."""
-    return isinstance(error, tf.errors.CancelledError) and LOST_PEER in str(error)
+    """Whether it was a lost peer, and neither a cancelled run nor an op that is missing; without the words: it was not.
+
+    The second is what its transport says of an answer that ends before it has begun.
+    """
+    return any(isinstance(error, kind) and words in str(error) for kind, words in LOST_PEER.items())
 
 
 def init_fn_of(scaffold: Any) -> Callable[..., Any] | None:

@@ -150,8 +150,8 @@ class RecoveryPolicy:
         """Whether this is an error to recover from, budget aside.
 
         Of TensorFlow's FailedPreconditionErrors only those are that tell of a variable which is not initialised; a
-        CancelledError that tells of a lost peer is one if an AbortedError is; of exception groups, those are in which
-        every error is.
+        CancelledError or UnimplementedError that tells of a lost peer is one if an AbortedError is; of exception
+        groups, those are in which every error is.
         """
         if isinstance(error, BaseExceptionGroup):
             return all(self.recovers(each, origin) for each in error.exceptions)

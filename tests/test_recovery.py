@@ -55,14 +55,20 @@ def test_a_group_is_recovered_from_where_each_of_its_errors_is() -> None:
     assert not decide(RecoveryPolicy(), error=ExceptionGroup("of tasks", [ABORTED, OTHER])).restart
 
 
-def test_a_lost_peer_that_has_cancelled_a_run() -> None:
-    lost = tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled.")
+@pytest.mark.parametrize(
+    ("kind", "words", "others"),
+    [
+        (tf.errors.CancelledError, "RecvFromRemoteAsync is cancelled.", "Enqueue operation was cancelled"),
+        (tf.errors.UnimplementedError, "No message returned for unary request", "no such cast"),
+    ],
+)
+def test_a_lost_peer_that_is_told_as_something_else(kind: Any, words: str, others: str) -> None:
+    lost, other = kind(None, None, words), kind(None, None, others)
     assert decide(RecoveryPolicy.for_cluster(), error=lost).restart
     assert not decide(RecoveryPolicy.never(), error=lost).restart
-    cancelled = tf.errors.CancelledError(None, None, "Enqueue operation was cancelled")
-    assert not decide(RecoveryPolicy.for_cluster(), error=cancelled).restart
+    assert not decide(RecoveryPolicy.for_cluster(), error=other).restart
     assert is_loss(lost)
-    assert not is_loss(cancelled)
+    assert not is_loss(other)
 
 
 @pytest.mark.parametrize("origin", ["hook", "step_fn"])

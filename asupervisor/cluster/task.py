@@ -61,7 +61,8 @@ class Task:
         step_timeout_secs: The longest that a run may take, in seconds; `RunOptions.timeout_in_ms` allows one run more.
             It is the only way in which a frozen peer is noticed.
         outage_secs: How long parameter servers may be gone, once there was a session, before `PeersUnreachable` is
-            raised; in seconds. When they are back, a worker waits as long for the chief to make the model ready.
+            raised; in seconds. One that is lost again before there is a session has what is left of it. When they
+            are back, a worker waits as long for the chief to make the model ready.
         chief_grace_secs: How long a parameter server serves workers after the end of the chief, in seconds.
         clock: Where the time of waits comes from.
         emit: Where events of `join` go.

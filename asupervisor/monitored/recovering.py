@@ -199,7 +199,8 @@ class Incarnations:
             del error, harmless, failed, self
 
     def _echoes(self, error: BaseException) -> bool:
-        return isinstance(error, (SessionClosed, tf.errors.CancelledError, *self.policy.errors))
+        kinds = (SessionClosed, tf.errors.CancelledError, *self.policy.errors)
+        return isinstance(error, kinds) or _tf.tells_of_a_lost_peer(error)
 
     # ------------------------------------------------------------------ a recovery
 
